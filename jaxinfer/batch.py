@@ -1,0 +1,107 @@
+"""The records that carry a step: host plan → device result. Nothing here acts.
+
+`StepPlan` is the scheduler's word; `jaxinfer.model_runner` turns it into padded device arrays and
+hands back `SampledTokens`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxinfer.request import Request, TokenLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduledRow:
+    """One request's share of a step: tokens [start, start + num_scheduled_tokens).
+
+    Attributes:
+        request: Whose tokens.
+        start: First position computed in this step.
+        num_scheduled_tokens: How many.
+        samples: Whether the last of them yields a new token.
+        epoch: `request.num_preemptions` when planned; a result of another epoch is dropped.
+        pending_row: Where the row's last token stands in the previous step's sampled tokens, -1 if
+            the host knows it.
+    """
+
+    request: Request
+    start: int
+    num_scheduled_tokens: int
+    samples: bool
+    epoch: int
+    pending_row: int = -1
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_scheduled_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """Who runs, and for how many tokens. One-token rows come first.
+
+    Attributes:
+        rows: Scheduled requests; those with `num_scheduled_tokens == 1` first.
+        num_preempted: Requests that lost their pages to make room.
+    """
+
+    rows: tuple[ScheduledRow, ...]
+    num_preempted: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_scheduled_tokens for row in self.rows)
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Rows of exactly one token; they are `rows[:num_decode_rows]`."""
+        return sum(row.num_scheduled_tokens == 1 for row in self.rows)
+
+    @property
+    def sampling_rows(self) -> tuple[ScheduledRow, ...]:
+        """Rows that yield a token, in the order in which the result lists them."""
+        return tuple(row for row in self.rows if row.samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledTokens:
+    """A step's result on the device, fetched by `jaxinfer.model_runner.ModelRunner.fetch`.
+
+    Attributes:
+        token_ids: int32 [B], B the sampler's bucket.
+        corrupted: bool [B], whether the row's logits held a NaN.
+        logprobs: float32 [B] of the sampled tokens.
+        ranks: int32 [B].
+        top_token_ids: int32 [B, max_logprobs].
+        top_logprobs: float32 [B, max_logprobs].
+    """
+
+    token_ids: Any
+    corrupted: Any
+    logprobs: Any
+    ranks: Any
+    top_token_ids: Any
+    top_logprobs: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """A step's result on the host, entry i for `plan.sampling_rows[i]`.
+
+    Attributes:
+        token_ids: The sampled tokens.
+        corrupted: Rows whose logits held a NaN; their token means nothing.
+        logprobs: Per row, None where not asked for.
+        prompt_logprobs: request_id → entries for the prompt positions [start + 1, end + 1) of the
+            row's chunk, cut at the prompt's end.
+    """
+
+    token_ids: tuple[int, ...]
+    corrupted: tuple[bool, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

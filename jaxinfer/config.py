@@ -1,0 +1,99 @@
+"""Settings of an engine: one frozen record whose fields are also the flags of `jaxinfer serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from jaxinfer.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16")
+SCHEDULING_POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the user asked for; "auto" and None are resolved once, by `jaxinfer.loading`.
+
+    Attributes:
+        model: A GGUF or safetensors file, a folder, a hub id, or None for the embedded default.
+        tokenizer: Where the tokenizer comes from, if not from the model.
+        dtype: Of weights, activations and KV pages. "auto" is float32 on CPU, bfloat16 elsewhere.
+        quantization: Of the weights; only None so far.
+        max_model_len: Longest prompt + output, tokens. None: the model's, or what the pages hold.
+        max_num_seqs: Most sequences in one step.
+        max_num_batched_tokens: Most tokens in one step; longer prompts are computed in chunks.
+        page_size: Tokens per page of KV memory, a power of two.
+        num_pages: Pages of KV memory. None: from `kv_cache_memory_bytes`.
+        kv_cache_memory_bytes: Memory for the pages. None: a share of what the device has free.
+        enable_prefix_caching: Share the pages of equal prefixes.
+        scheduling_policy: "fcfs", or "priority" (lower `priority` first, then arrival).
+        overlap: Dispatch a step before the tokens of the previous one reach the host.
+        warmup: Compile every bucket before serving. Off: compile on first use (for tests and scripts).
+        tensor_parallel_size: Devices that share each layer.
+        seed: Makes the seeds of unseeded requests reproducible. None: random per process.
+        max_logprobs: Most alternatives per token a request may ask for.
+        max_waiting: Most requests in the waiting queue; None for no limit.
+        served_model_name: Name in the API; None takes the model's.
+        compilation_cache_dir: Persistent XLA cache. None: the user's cache folder; "" turns it off.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    overlap: bool = True
+    warmup: bool = True
+    tensor_parallel_size: int = 1
+    seed: int | None = None
+    max_logprobs: int = 20
+    max_waiting: int | None = None
+    served_model_name: str | None = None
+    compilation_cache_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        if self.quantization is not None:
+            raise ConfigError(
+                f"{self.quantization=} is not supported yet; leave it out to run at `dtype`"
+            )
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "page_size",
+            "num_pages",
+            "kv_cache_memory_bytes",
+            "tensor_parallel_size",
+            "max_waiting",
+        ):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number ≥ 1, got {value!r}")
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
+        if self.max_logprobs < 0:
+            raise ConfigError(f"max_logprobs must be ≥ 0, got {self.max_logprobs}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}), or running sequences would starve"
+            )
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        """The settings, in the order in which help texts list them."""
+        return tuple(f.name for f in fields(cls))
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")

@@ -1,0 +1,47 @@
+"""Every error that jaxinfer raises on purpose.
+
+    JaxinferError
+    ├── InvalidRequestError (ValueError)   the caller's request is wrong; HTTP 400, or 404 for a model
+    ├── ConfigError (ValueError)           the engine cannot be built from these settings; exit code 2
+    ├── ModelError (ValueError)            the checkpoint and the model do not fit together; exit code 2
+    ├── QueueFullError (RuntimeError)      too many requests wait; HTTP 503 with Retry-After
+    └── EngineDeadError (RuntimeError)     an invariant broke or the device failed; HTTP 503, nothing more is served
+
+The `checkpoints` package has its own tree under `checkpoints.CheckpointError`, because it knows no jaxinfer.
+"""
+
+
+class JaxinferError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class InvalidRequestError(JaxinferError, ValueError):
+    """A request that can never be served as asked.
+
+    Attributes:
+        param: Name of the offending field, as the caller spelled it, or None.
+    """
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModelError(InvalidRequestError):
+    """The named model is not served here; HTTP 404."""
+
+
+class ConfigError(JaxinferError, ValueError):
+    """Settings from which no engine can be built."""
+
+
+class ModelError(JaxinferError, ValueError):
+    """A checkpoint that does not fit the model: all its faults are listed at once."""
+
+
+class QueueFullError(JaxinferError, RuntimeError):
+    """The waiting queue is at its limit; the same request may succeed later."""
+
+
+class EngineDeadError(JaxinferError, RuntimeError):
+    """The engine has stopped for good; the message tells what broke."""

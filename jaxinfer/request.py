@@ -1,0 +1,145 @@
+"""One sequence in the engine, and what the engine says of it after a step. Token ids only, no text."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxinfer.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request stands. A preempted request is WAITING again, with its output kept."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, spelled as the API spells it."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """The engine's state of one sequence. Only the scheduler changes it.
+
+    Progress is `num_computed_tokens` chasing `num_tokens_with_pending`; chunked prefill, prefix cache
+    hits and preemption are nothing but different ways for the first to lag behind the second.
+
+    Attributes:
+        request_id: Unique among live requests.
+        prompt_token_ids: The prompt, at least one token.
+        params: How to sample and when to stop; `params.n` is 1 here.
+        seed: 64-bit seed of this sequence, drawn by the front end if the caller gave none.
+        eos_token_ids: The model's own end tokens, empty under `ignore_eos`.
+        priority: Lower runs first under the "priority" policy.
+        cache_salt: Prefix pages are shared only among equal salts.
+        arrival_time: `time.monotonic()` seconds.
+        max_total_tokens: prompt + output may not exceed it (context length and `max_tokens`).
+        token_ids: Prompt and output known to the host.
+        num_computed_tokens: Tokens whose keys and values are in pages, or will be after the step in
+            flight.
+        num_pending_tokens: Tokens sampled on the device that the host has not seen.
+        pending_row: Row of the pending token in the last dispatched step's result.
+        num_preemptions: Doubles as an epoch: results of an earlier epoch are dropped.
+        num_cached_tokens: Prompt tokens found in the prefix cache at first admission.
+        page_ids: Pages held, in order; page i holds tokens [i * page_size, (i + 1) * page_size).
+        page_hashes: Chained hashes of the full pages known so far.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+    max_total_tokens: int
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+    cache_salt: str = ""
+    arrival_time: float = 0.0
+
+    status: RequestStatus = RequestStatus.WAITING
+    token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    pending_row: int = -1
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    page_ids: list[int] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_tokens_with_pending(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the raw distribution.
+
+    Attributes:
+        logprob: Of the token that stands there.
+        rank: Its rank, 1 for the likeliest.
+        top_token_ids: The likeliest tokens, likeliest first; as many as were asked for.
+        top_logprobs: Their log-probabilities.
+    """
+
+    logprob: float
+    rank: int
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOutput:
+    """What one step gave one request.
+
+    Attributes:
+        new_token_ids: Tokens since the last output; empty only for outputs that end a request.
+        logprobs: One entry per new token, if asked for.
+        prompt_logprobs: Once, with the first output, if asked for; entry 0 is None.
+        finish_reason: Set on the last output of a request.
+        stop_reason: The stop token id that ended it; None for end-of-sequence.
+        error: Why it ended, for `FinishReason.ERROR`.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None

@@ -1,0 +1,231 @@
+"""What a caller may ask of the sampler, validated once and immutable after.
+
+Names, defaults and ranges are vLLM's, so that its users feel at home. The file knows no vocabulary:
+`check_vocab` is called by the engine, which does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+from jaxinfer.errors import InvalidRequestError
+
+MAX_LOGIT_BIAS = 300
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to turn logits into tokens, and when to stop.
+
+    Attributes:
+        n: Samples per prompt. Sample 0 of a seeded request equals the `n=1` result.
+        temperature: 0 is greedy. The logits are divided by it before top-k, top-p and min-p.
+        top_p: Keep the smallest set of likeliest tokens whose probability reaches it, in (0, 1].
+        top_k: Keep the k likeliest tokens; 0 or -1 keeps all.
+        min_p: Keep tokens at least this fraction as likely as the likeliest, in [0, 1].
+        repetition_penalty: > 1 discourages every token seen in prompt or output (CTRL, arXiv:1909.05858).
+        presence_penalty: Subtracted once from a token that the output already holds, in [-2, 2].
+        frequency_penalty: Subtracted once per occurrence in the output, in [-2, 2].
+        seed: The same seed gives the same tokens alone, in a batch, after preemption or restart.
+        stop: Strings that end the text; not part of it unless `include_stop_str_in_output`.
+        stop_token_ids: Token ids that end the output like an end-of-sequence token.
+        ignore_eos: Go on after the model's own end-of-sequence tokens.
+        bad_words: Strings that must not be produced; turned to `bad_words_token_ids` by the tokenizer.
+        bad_words_token_ids: Token sequences that must not be produced.
+        allowed_token_ids: If given, nothing else is produced.
+        logit_bias: Token id → value added to its logit before anything else, clamped to [-100, 100].
+        max_tokens: Most tokens to produce; None means up to the context length.
+        min_tokens: Stop tokens are impossible before that many tokens.
+        logprobs: Log-probabilities of the sampled token and of this many likeliest; None returns none.
+            They are of the raw distribution: before bias, penalties and temperature.
+        prompt_logprobs: The same for prompt tokens.
+        skip_special_tokens: Leave special tokens out of the text.
+        include_stop_str_in_output: Keep the stop string that ended the text.
+        detokenize: Produce text at all.
+
+    Raises:
+        InvalidRequestError: A value is out of range; `param` names the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    bad_words: Sequence[str] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[int, float] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        _check_ranges(self)
+        put = object.__setattr__
+        put(self, "stop", _stop_strings(self.stop))
+        put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ()))
+        put(self, "bad_words", _bad_words(self.bad_words))
+        put(self, "bad_words_token_ids", _id_sequences(self.bad_words_token_ids))
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+            put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is not None:
+            put(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.stop and not self.detokenize:
+            raise InvalidRequestError("stop strings need detokenize=True", "stop")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken without drawing."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the sampler must look at the tokens so far."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def num_logprobs(self) -> int:
+        """The larger of `logprobs` and `prompt_logprobs`, -1 if neither was asked for."""
+        return max(-1 if x is None else x for x in (self.logprobs, self.prompt_logprobs))
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise `InvalidRequestError` if any token id lies outside [0, vocab_size)."""
+        named = {
+            "stop_token_ids": self.stop_token_ids or (),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "logit_bias": self.logit_bias or (),
+            "bad_words_token_ids": [i for seq in self.bad_words_token_ids or () for i in seq],
+        }
+        for param, ids in named.items():
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise InvalidRequestError(
+                        f"{param}: token id {token_id} is outside the vocabulary of {vocab_size}",
+                        param,
+                    )
+
+
+_NUMBERS = {
+    # field: (lowest, highest, lowest itself allowed)
+    "temperature": (0.0, math.inf, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, math.inf, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+}
+_COUNTS = {
+    "n": (1, 128),
+    "top_k": (-1, 2**31 - 1),
+    "seed": (-(2**63), 2**64 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, 2**31 - 1),
+    "prompt_logprobs": (0, 2**31 - 1),
+}
+_OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
+
+
+def _check_ranges(p: SamplingParams) -> None:
+    for name, (low, high, closed) in _NUMBERS.items():
+        value = getattr(p, name)
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise InvalidRequestError(f"{name} must be a number, got {value!r}", name)
+        if not math.isfinite(value) or value > high or (value < low if closed else value <= low):
+            edge = "≥" if closed else ">"
+            upper = "" if math.isinf(high) else f" and ≤ {high}"
+            raise InvalidRequestError(
+                f"{name} must be finite, {edge} {low}{upper}, got {value}", name
+            )
+    for name, (low, high) in _COUNTS.items():
+        value = getattr(p, name)
+        if value is None and name in _OPTIONAL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
+        if not low <= value <= high:
+            raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})", "min_tokens"
+        )
+    for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+        if not isinstance(getattr(p, name), bool):
+            raise InvalidRequestError(f"{name} must be true or false", name)
+
+
+def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop: at most {MAX_STOP_STRINGS} strings, got {len(strings)}", "stop"
+        )
+    for s in strings:
+        if not isinstance(s, str) or not s:
+            raise InvalidRequestError(f"stop must hold non-empty strings, got {s!r:.40}", "stop")
+        if len(s) > MAX_STOP_LENGTH:
+            raise InvalidRequestError(
+                f"stop: a string may have {MAX_STOP_LENGTH} characters, got {len(s)}", "stop"
+            )
+    return strings
+
+
+def _bad_words(words: Sequence[str] | None) -> tuple[str, ...]:
+    if isinstance(words, str):
+        raise InvalidRequestError("bad_words must be a list of strings", "bad_words")
+    for word in words or ():
+        if not isinstance(word, str) or not word:
+            raise InvalidRequestError(f"bad_words: expected a word, got {word!r:.40}", "bad_words")
+    return tuple(words or ())
+
+
+def _ids(param: str, ids: Sequence[int]) -> tuple[int, ...]:
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, Integral) or i < 0:
+            raise InvalidRequestError(f"{param} must hold token ids ≥ 0, got {i!r:.40}", param)
+    return tuple(int(i) for i in ids)
+
+
+def _id_sequences(sequences: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    param = "bad_words_token_ids"
+    result = tuple(_ids(param, s) for s in sequences or ())
+    if any(not s for s in result):
+        raise InvalidRequestError(f"{param} must hold non-empty sequences", param)
+    return result
+
+
+def _logit_bias(bias: Mapping[int, float]) -> dict[int, float]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(
+            f"logit_bias: at most {MAX_LOGIT_BIAS} entries, got {len(bias)}", "logit_bias"
+        )
+    ids = _ids("logit_bias", tuple(bias))
+    for value in bias.values():
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise InvalidRequestError(
+                f"logit_bias values must be finite numbers, got {value!r:.40}", "logit_bias"
+            )
+    return {i: max(-100.0, min(100.0, float(v))) for i, v in zip(ids, bias.values(), strict=True)}
