@@ -1,1 +1,45 @@
-"""The JAX/XLA inference engine for language models."""
+"""The JAX/XLA inference engine for language models.
+
+The public names load on first use, so that `import jaxinfer` costs nothing and brings in neither
+jax, nor the tokenizer, nor an HTTP stack.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.config import EngineConfig
+    from jaxinfer.llm import LLM
+    from jaxinfer.outputs import CompletionOutput, RequestOutput
+    from jaxinfer.sampling_params import SamplingParams
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+_HOMES = {
+    "LLM": "jaxinfer.llm",
+    "AsyncEngine": "jaxinfer.async_engine",
+    "CompletionOutput": "jaxinfer.outputs",
+    "EngineConfig": "jaxinfer.config",
+    "RequestOutput": "jaxinfer.outputs",
+    "SamplingParams": "jaxinfer.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxinfer' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

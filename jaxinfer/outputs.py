@@ -54,6 +54,7 @@ class RequestMetrics:
     """When things happened to a request: `time.monotonic()` seconds, None if not yet."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
@@ -67,7 +68,8 @@ class RequestOutput:
         request_id: As given, or made up.
         prompt: The prompt's text, None if it came as token ids.
         prompt_token_ids: The prompt.
-        outputs: One entry per sample, by index.
+        outputs: One entry per sample, by index. Streamed as deltas: only the samples with
+            something new, and `text`, `token_ids` and `logprobs` hold only what is new.
         finished: Whether all samples have ended.
         prompt_logprobs: Per prompt token, None for the first; None if not asked for.
         num_cached_tokens: Prompt tokens that came from the prefix cache.

@@ -129,6 +129,7 @@ class TokenOutput:
         stop_reason: The stop token id that ended it; None for end-of-sequence.
         error: Why it ended, for `FinishReason.ERROR`.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
+        first_scheduled_time: `time.monotonic()` seconds when the request first ran, if known.
     """
 
     request_id: str
@@ -139,6 +140,7 @@ class TokenOutput:
     stop_reason: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    first_scheduled_time: float | None = None
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,109 @@
+"""What the engine counts, and the hook through which others hear of latencies.
+
+Plain numbers, standard library only: the server turns them into Prometheus series, the
+command line prints them, and nothing here knows either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(kw_only=True)
+class EngineStats:
+    """Gauges and counters of one engine; only the thread that steps the engine changes them.
+
+    Attributes:
+        num_requests_running: Sequences that hold pages.
+        num_requests_waiting: Sequences that wait, preempted ones included.
+        kv_cache_usage: Share of the pages that live sequences hold, 0 to 1.
+        num_pages: Pages in the pool.
+        num_pages_used: Pages that at least one sequence holds.
+        num_pages_cached: Pages that nobody holds and whose content may be found again.
+        num_preemptions: Sequences that lost their pages to others, ever.
+        prefix_cache_queries: Prompt tokens looked up in the prefix cache, ever.
+        prefix_cache_hits: Prompt tokens found there, ever.
+        prompt_tokens: Prompt tokens of admitted sequences, ever.
+        generation_tokens: Tokens produced, ever.
+        num_steps: Steps done, ever.
+        num_corrupted_requests: Sequences ended because their logits held a NaN, ever.
+        compilations_total: Graphs compiled, ever.
+        compilations_after_warmup: Graphs compiled while serving; anything but 0 is a defect.
+        finished: Sequences that ended, by finish reason, ever.
+    """
+
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_pages: int = 0
+    num_pages_used: int = 0
+    num_pages_cached: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    num_steps: int = 0
+    num_corrupted_requests: int = 0
+    compilations_total: int = 0
+    compilations_after_warmup: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """How one request went, all its samples together. Durations in seconds.
+
+    Attributes:
+        request_id: Whose.
+        finish_reasons: Per sample.
+        num_prompt_tokens: Length of the prompt.
+        num_cached_tokens: How many of them came from the prefix cache.
+        num_generation_tokens: Per sample.
+        e2e_s: Arrival to end.
+        queue_s: Arrival to first scheduling; None if it never ran, or the engine does not say.
+        prefill_s: First scheduling to first token.
+        ttft_s: Arrival to first token; None if there was none.
+        decode_s: First token to last token.
+    """
+
+    request_id: str
+    finish_reasons: tuple[str, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generation_tokens: tuple[int, ...]
+    e2e_s: float
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    ttft_s: float | None = None
+    decode_s: float | None = None
+
+
+class RequestObserver(Protocol):
+    """Hears of every request's progress, on the thread that steps the engine.
+
+    Calls must be cheap and must not raise: an error here is an error of the engine.
+    """
+
+    def on_first_token(self, ttft_s: float) -> None:
+        """A request got the first token of its first sample."""
+
+    def on_next_tokens(self, num_tokens: int, interval_s: float) -> None:
+        """A sample got further tokens, `interval_s` after its previous ones."""
+
+    def on_finished(self, record: RequestRecord) -> None:
+        """A request ended, whatever the reason."""
+
+
+class NullObserver:
+    """Hears nothing: what runs when nobody listens."""
+
+    def on_first_token(self, ttft_s: float) -> None:
+        pass
+
+    def on_next_tokens(self, num_tokens: int, interval_s: float) -> None:
+        pass
+
+    def on_finished(self, record: RequestRecord) -> None:
+        pass
