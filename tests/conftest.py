@@ -1,0 +1,43 @@
+"""Settings of every test: strict types and shapes, repeatable examples, skips that are counted.
+
+The import hook below has to run before the first import of the packages it names, which is why
+it stands at module level: pytest imports this file before any test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+# float32 + int32 arrays, or [T] + [B, T], are errors unless the code says what it means.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# `Float[Array, "T N H"]` is checked at each call, and T is the same T in all arguments.
+jaxtyping.install_import_hook(
+    ["jaxinfer.nn", "jaxinfer.models", "jaxinfer.sampler", "pallas_kernels"], "beartype.beartype"
+)
+
+# The same examples in each run, so that a failure is found by the change that causes it. No
+# deadline: the first example of a JAX test includes a compile.
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, database=None, print_blob=True
+)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was not tested, and why, even when everything passed."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in terminalreporter.stats.get("skipped", ())
+    )
+    if not reasons:
+        return
+    terminalreporter.section(f"{sum(reasons.values())} skipped")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count:4} {reason}")
