@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxinfer.request import Request, TokenLogprobs
+from jaxinfer.request import Request, RequestStatus, TokenLogprobs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ScheduledRow:
     """One request's share of a step: tokens [start, start + num_scheduled_tokens).
+
+    Not to be changed, yet not frozen, for the reason given at `TokenOutput`.
 
     Attributes:
         request: Whose tokens.
@@ -36,6 +38,12 @@ class ScheduledRow:
     @property
     def end(self) -> int:
         return self.start + self.num_scheduled_tokens
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the result still concerns the request: not if it ended or was preempted since."""
+        request = self.request
+        return request.status is RequestStatus.RUNNING and request.num_preemptions == self.epoch
 
 
 @dataclass(frozen=True, kw_only=True)

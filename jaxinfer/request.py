@@ -1,4 +1,4 @@
-"""One sequence in the engine, and what the engine says of it after a step. Token ids only, no text."""
+"""One sequence in the engine, and what the engine says of it after a step: token ids, no text."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class FinishReason(enum.StrEnum):
 class Request:
     """The engine's state of one sequence. Only the scheduler changes it.
 
-    Progress is `num_computed_tokens` chasing `num_tokens_with_pending`; chunked prefill, prefix cache
-    hits and preemption are nothing but different ways for the first to lag behind the second.
+    Progress is `num_computed_tokens` chasing `num_tokens_with_pending`; chunked prefill, prefix
+    cache hits and preemption are nothing but different ways for the first to lag behind the second.
 
     Attributes:
         request_id: Unique among live requests.
@@ -52,6 +52,9 @@ class Request:
         num_cached_tokens: Prompt tokens found in the prefix cache at first admission.
         page_ids: Pages held, in order; page i holds tokens [i * page_size, (i + 1) * page_size).
         page_hashes: Chained hashes of the full pages known so far.
+        num_hashed_pages: Leading pages whose hashes the page pool has been told.
+        prompt_logprobs: Entries so far, by position; the first is None. Emptied on delivery.
+        finish_reason: Why it ended, if it has.
     """
 
     request_id: str
@@ -73,8 +76,11 @@ class Request:
     num_cached_tokens: int = 0
     page_ids: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
+    num_hashed_pages: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -90,6 +96,13 @@ class Request:
     @property
     def num_tokens_with_pending(self) -> int:
         return len(self.token_ids) + self.num_pending_tokens
+
+    @property
+    def num_lagging_tokens(self) -> int:
+        """Tokens that could be computed now; none while the last one of all is in flight."""
+        if self.num_tokens_with_pending >= self.max_total_tokens:
+            return 0
+        return self.num_tokens_with_pending - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -117,9 +130,12 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenOutput:
     """What one step gave one request.
+
+    Not to be changed, yet not frozen: a step makes one per row, and a frozen one takes 1.3 µs to
+    make instead of 0.4.
 
     Attributes:
         new_token_ids: Tokens since the last output; empty only for outputs that end a request.

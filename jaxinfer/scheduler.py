@@ -1,0 +1,352 @@
+"""Who runs in the next step, for how many tokens and in which pages; and what its result means.
+
+Knows requests, counts and page ids. Knows no model, no arrays and no text: a step leaves here as a
+`StepPlan` and comes back as a `StepResult`.
+
+There is no prefill phase and no decode phase, only `num_computed_tokens` chasing the tokens of a
+request. A long prompt lags far behind and catches up in chunks, a decoding request lags by one
+token, a prefix hit starts ahead, a preempted request starts over.
+
+The overlapped loop plans step n+1 before it has seen the tokens of step n. Those tokens are
+*pending*: counted, but known to the device only. Nothing else tells the two loops apart.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort_left, insort_right
+
+from jaxinfer.batch import ScheduledRow, StepPlan, StepResult
+from jaxinfer.config import SCHEDULING_POLICIES
+from jaxinfer.errors import InvalidRequestError, QueueFullError
+from jaxinfer.page_pool import PagePool, page_hash
+from jaxinfer.request import FinishReason, Request, RequestStatus, TokenLogprobs, TokenOutput
+
+
+class Scheduler:
+    """Owner of all live requests. `schedule` and `update` are called in turns, with the same plans.
+
+    Attributes:
+        num_preemptions: How often a request lost its pages to a better one.
+        num_prefix_queries: Tokens looked up in the prefix cache, by newly admitted requests.
+        num_prefix_hits: How many of those were found.
+        num_corrupted: Requests that ended because their logits held a NaN.
+    """
+
+    def __init__(
+        self,
+        *,
+        page_pool: PagePool,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: str = "fcfs",
+        max_waiting: int | None = None,
+    ):
+        assert policy in SCHEDULING_POLICIES, policy
+        assert max_num_batched_tokens >= max_num_seqs, "running requests would starve"
+        self.page_pool = page_pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.policy = policy
+        self.max_waiting = max_waiting
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self.num_corrupted = 0
+        # Both queues are in order of rank, best first: the next to run is the first of the one,
+        # the next to give way is the last of the other.
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._live: dict[str, Request] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Once accepted it will finish: it fits, if need be alone.
+
+        Raises:
+            InvalidRequestError: It could never run, or its id is taken.
+            QueueFullError: `max_waiting` requests wait already.
+        """
+        longest = request.max_total_tokens
+        if request.request_id in self._live:
+            raise InvalidRequestError(
+                f"request_id {request.request_id!r} is in use; choose another", "request_id"
+            )
+        if not 0 < request.num_prompt_tokens < longest:
+            raise InvalidRequestError(
+                f"the prompt must have 1 to {longest - 1} tokens, so that prompt and output fit in"
+                f" {longest}; got {request.num_prompt_tokens}",
+                "prompt",
+            )
+        pool = self.page_pool
+        if pool.num_pages_for(longest) > pool.num_pages:
+            raise InvalidRequestError(
+                f"prompt and output may need {longest} tokens, but the KV cache has room for"
+                f" {pool.num_pages * pool.page_size}; shorten the prompt or lower max_tokens",
+                "max_tokens",
+            )
+        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
+            raise QueueFullError(f"{self.num_waiting} requests are waiting; try again later")
+        self._live[request.request_id] = request
+        insort_right(self._waiting, request, key=self._rank)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
+        """End a request at any time, a step in flight or not; None if there is none of that id."""
+        request = self._live.get(request_id)
+        if request is not None:
+            self._finish(request, reason)
+        return request
+
+    def schedule(self) -> StepPlan:
+        """Plan a step and count its tokens as computed. An empty plan means: nothing to do now."""
+        rows: list[ScheduledRow] = []
+        budget = self.max_num_batched_tokens
+        num_preemptions_before = self.num_preemptions
+
+        # Running requests first, best first. Pages are taken from the worst, that is from the end
+        # of the list, so a request that stands in this plan never loses its pages to a later one.
+        index = 0
+        while index < len(self._running):
+            request = self._running[index]
+            # Each request behind is left a token: nobody stops decoding while the long prompt of
+            # a better one catches up.
+            num_behind = len(self._running) - index - 1
+            num_new_tokens = min(request.num_lagging_tokens, budget - num_behind)
+            if num_new_tokens > 0 and self._make_room(request, num_new_tokens):
+                rows.append(self._advance(request, num_new_tokens))
+                budget -= num_new_tokens
+            index += 1
+        num_preempted = self.num_preemptions - num_preemptions_before
+
+        # Then the queue, strictly in order: whoever does not fit yet holds up those behind, or a
+        # long prompt might wait for ever. After a preemption there is nothing to give away.
+        while self._waiting and budget > 0 and not num_preempted and self._admit(self._waiting[0]):
+            request = self._waiting.pop(0)
+            insort_right(self._running, request, key=self._rank)
+            num_new_tokens = min(request.num_lagging_tokens, budget)
+            rows.append(self._advance(request, num_new_tokens))
+            budget -= num_new_tokens
+
+        rows.sort(key=lambda row: row.num_scheduled_tokens > 1)
+        plan = StepPlan(rows=tuple(rows), num_preempted=num_preempted)
+        for index, row in enumerate(plan.sampling_rows):
+            row.request.num_pending_tokens += 1
+            row.request.pending_row = index
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
+        """Append the sampled tokens and end the requests that are done."""
+        for row in plan.rows if result.prompt_logprobs else ():
+            if row.is_current and row.request.first_token_time is None:
+                entries = result.prompt_logprobs.get(row.request.request_id, ())
+                # By position: a chunk that was computed again replaces its entries.
+                row.request.prompt_logprobs[row.start + 1 :] = entries
+        outputs = []
+        for row, token_id, corrupted, logprobs in zip(
+            plan.sampling_rows, result.token_ids, result.corrupted, result.logprobs, strict=True
+        ):
+            if row.is_current and corrupted:
+                outputs.append(self._fail(row))
+            elif row.is_current:
+                outputs.append(self._append(row.request, token_id, logprobs))
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Assert that queues, requests and pages agree; `AssertionError` says what does not."""
+        for request in self._waiting:
+            assert request.status is RequestStatus.WAITING, request
+            assert not request.page_ids, f"waiting, yet holds pages: {request}"
+        for request in self._running:
+            assert request.status is RequestStatus.RUNNING, request
+            assert request.num_computed_tokens <= request.num_tokens_with_pending, request
+            num_slots = len(request.page_ids) * self.page_pool.page_size
+            assert request.num_computed_tokens <= num_slots, f"tokens without a page: {request}"
+        assert len(self._running) <= self.max_num_seqs, f"{self.num_running=}"
+        for queue in (self._waiting, self._running):
+            assert queue == sorted(queue, key=self._rank), "queue out of order"
+        queued = sorted(request.request_id for request in self._waiting + self._running)
+        assert queued == sorted(self._live), f"live: {sorted(self._live)}, queued: {queued}"
+        self.page_pool.check_integrity(request.page_ids for request in self._running)
+
+    def _rank(self, request: Request) -> tuple[int, float]:
+        """Lower is better; equals keep the order in which they were added."""
+        return (request.priority if self.policy == "priority" else 0, request.arrival_time)
+
+    def _make_room(self, request: Request, num_new_tokens: int) -> bool:
+        """Get a running request the pages it lacks; False if it was the worst and gave way."""
+        pool = self.page_pool
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        num_missing = pool.num_pages_for(num_tokens) - len(request.page_ids)
+        if num_missing > 0:
+            while not pool.can_allocate(num_missing):
+                victim = self._running.pop()
+                self._preempt(victim)
+                if victim is request:
+                    return False
+            request.page_ids += pool.allocate(num_missing)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's pages and put it back in front of those that it was in front of."""
+        self._release(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        insort_left(self._waiting, request, key=self._rank)
+
+    def _admit(self, request: Request) -> bool:
+        """Give a waiting request pages for all its tokens, found or new; False if it must wait.
+
+        All at once, although later chunks will fill them: two prompts admitted into the same free
+        pages would end in a preemption.
+        """
+        if len(self._running) >= self.max_num_seqs:
+            return False
+        pool = self.page_pool
+        hashes = self._lookup_hashes(request)
+        hits = pool.match_prefix(hashes)
+        num_missing = pool.num_pages_for(request.num_tokens) - len(hits)
+        if not pool.can_allocate(num_missing):
+            pool.free(hits)
+            return False
+        request.status = RequestStatus.RUNNING
+        request.page_ids = hits + pool.allocate(num_missing)
+        request.num_hashed_pages = len(hits)
+        request.num_computed_tokens = len(hits) * pool.page_size
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+            request.num_cached_tokens = request.num_computed_tokens
+            self.num_prefix_queries += len(hashes) * pool.page_size
+            self.num_prefix_hits += request.num_cached_tokens
+        return True
+
+    def _advance(self, request: Request, num_new_tokens: int) -> ScheduledRow:
+        """Count the tokens as computed and share the pages they fill."""
+        start = request.num_computed_tokens
+        request.num_computed_tokens += num_new_tokens
+        self._share_full_pages(request)
+        return ScheduledRow(
+            request=request,
+            start=start,
+            num_scheduled_tokens=num_new_tokens,
+            samples=request.num_computed_tokens == request.num_tokens_with_pending,
+            epoch=request.num_preemptions,
+            pending_row=request.pending_row,
+        )
+
+    def _lookup_hashes(self, request: Request) -> list[bytes]:
+        """Return the hashes of the pages that need not be computed if somebody else did."""
+        pool = self.page_pool
+        if not pool.enable_prefix_caching or request.params.prompt_logprobs is not None:
+            return []  # logprobs of the prompt need the logits of all its tokens
+        # Even if all is found, the last token has to be computed, for the logits it yields.
+        num_pages = (request.num_tokens - 1) // pool.page_size
+        return self._hash_pages(request, num_pages)
+
+    def _share_full_pages(self, request: Request) -> None:
+        """Let others find the pages filled by this step or before, if all their tokens are known.
+
+        They may be read in this very step: each layer writes all keys and values before it reads
+        any. A page that ends in a pending token has to wait for the token's value.
+        """
+        pool = self.page_pool
+        num_known_tokens = min(request.num_computed_tokens, request.num_tokens)
+        num_pages = num_known_tokens // pool.page_size
+        if num_pages > request.num_hashed_pages and pool.enable_prefix_caching:
+            hashes = self._hash_pages(request, num_pages)
+            for index in range(request.num_hashed_pages, num_pages):
+                pool.cache(request.page_ids[index], hashes[index])
+            request.num_hashed_pages = num_pages
+
+    def _hash_pages(self, request: Request, num_pages: int) -> list[bytes]:
+        """Return the hashes of the leading pages; kept, as a request's tokens never change."""
+        hashes, size = request.page_hashes, self.page_pool.page_size
+        for start in range(len(hashes) * size, num_pages * size, size):
+            token_ids = request.token_ids[start : start + size]
+            hashes.append(page_hash(hashes[-1] if hashes else b"", token_ids, request.cache_salt))
+        return hashes[:num_pages]
+
+    def _append(
+        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
+    ) -> TokenOutput:
+        params = request.params
+        request.token_ids.append(token_id)
+        request.num_pending_tokens -= 1
+        if not request.num_pending_tokens:
+            request.pending_row = -1
+        prompt_logprobs = None
+        if request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+            if params.prompt_logprobs is not None:
+                prompt_logprobs = tuple(request.prompt_logprobs)
+                request.prompt_logprobs.clear()
+        finish_reason, stop_reason = _why_done(request, token_id)
+        if finish_reason is not None:
+            self._finish(request, finish_reason)
+        return TokenOutput(
+            request_id=request.request_id,
+            new_token_ids=(token_id,),
+            logprobs=(logprobs,) if logprobs and params.logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _fail(self, row: ScheduledRow) -> TokenOutput:
+        """End a request whose logits held a NaN; nobody shall find what it computed."""
+        request = row.request
+        self.num_corrupted += 1
+        self.page_pool.uncache(request.page_ids)
+        self._finish(request, FinishReason.ERROR)
+        return TokenOutput(
+            request_id=request.request_id,
+            finish_reason=FinishReason.ERROR,
+            error=f"the model's logits held a NaN after {row.end} tokens, so there is no next one;"
+            " if this repeats, the weights are damaged or overflow: try dtype float32",
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        running = request.status is RequestStatus.RUNNING
+        (self._running if running else self._waiting).remove(request)
+        del self._live[request.request_id]
+        self._release(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+
+    def _release(self, request: Request) -> None:
+        """Free all pages, even those that the step in flight still writes.
+
+        Steps run in the order of their dispatch: whoever is given the pages next writes later.
+        """
+        self.page_pool.free(request.page_ids)
+        request.page_ids = []
+        request.num_hashed_pages = 0
+        request.num_computed_tokens = 0
+        request.num_pending_tokens = 0
+        request.pending_row = -1
+
+
+def _why_done(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
+    """Return the finish reason and the stop reason that the newest token brings, if any."""
+    params = request.params
+    if request.num_output_tokens > params.min_tokens:
+        if token_id in request.eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if token_id in (params.stop_token_ids or ()):
+            return FinishReason.STOP, token_id
+    if request.num_tokens >= request.max_total_tokens:
+        return FinishReason.LENGTH, None
+    return None, None
