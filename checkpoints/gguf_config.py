@@ -1,0 +1,193 @@
+"""GGUF metadata → the config that HF would have written for the same model.
+
+Knows metadata keys and tensor shapes; reads no weights (RoPE factors are handed in).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from checkpoints.errors import CorruptFileError, UnknownArchitectureError
+from checkpoints.gguf_architectures import ARCHITECTURES, COMMON_KEYS, GgufArchitecture
+
+_REQUIRED = (
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "rms_norm_eps",
+)
+
+_TOKEN_IDS = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+
+# GGUF key under `rope.scaling.` → HF key in `rope_scaling`, for YaRN.
+_YARN_KEYS = {
+    "attn_factor": "attention_factor",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+
+
+def architecture_of(metadata: Mapping[str, Any], path: object) -> tuple[str, GgufArchitecture]:
+    """The architecture's GGUF name and its row.
+
+    Raises:
+        UnknownArchitectureError: No row fits.
+        CorruptFileError: The file does not say.
+    """
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise CorruptFileError(
+            f"{path}: expected the metadata key general.architecture, got {name!r}; "
+            "the file is not a language model"
+        )
+    if name not in ARCHITECTURES:
+        raise UnknownArchitectureError(
+            f"{path} holds a model of architecture {name!r}; known are "
+            f"{', '.join(ARCHITECTURES)}. To add one, see docs/howto/add-a-model.md"
+        )
+    if metadata.get(f"{name}.expert_count"):
+        raise UnknownArchitectureError(
+            f"{path} holds a mixture-of-experts variant of {name!r}, which is not read yet; "
+            "use a dense model"
+        )
+    return name, ARCHITECTURES[name]
+
+
+def to_hf_config(
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    rope_factors: Mapping[str, list[float]],
+    path: object,
+) -> dict[str, Any]:
+    """The config in HF's keys.
+
+    Args:
+        metadata: All keys of the file.
+        shapes: GGUF tensor name → row-major shape.
+        rope_factors: Values of those `ROPE_TENSORS` that the file has.
+        path: For messages.
+
+    Raises:
+        UnknownArchitectureError: No row of the table fits.
+        CorruptFileError: Needed keys are missing or of the wrong type (all of them listed).
+    """
+    arch, row = architecture_of(metadata, path)
+    config: dict[str, Any] = {
+        "architectures": [row.class_name],
+        "model_type": row.model_type,
+        "_name_or_path": metadata.get("general.name", ""),
+        "rope_theta": 10000.0,
+        **row.constants,
+    }
+    for key, hf_key in (COMMON_KEYS | row.extra_keys).items():
+        value = _uniform(metadata.get(f"{arch}.{key}"), f"{arch}.{key}", path)
+        if value is not None:
+            config[hf_key] = value
+    _check_required(config, arch, path)
+    config |= {hf: metadata[key] for key, hf in _TOKEN_IDS.items() if key in metadata}
+    config["vocab_size"] = shapes["token_embd.weight"][0]
+    config["tie_word_embeddings"] = "output.weight" not in shapes
+    config.setdefault("attention_bias", "blk.0.attn_q.bias" in shapes)
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
+    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    _add_rope(config, metadata, arch, rope_factors)
+    _add_attention_kind(config, metadata, arch, row)
+    return config
+
+
+def _uniform(value: Any, key: str, path: object) -> Any:
+    # Some converters write one value per layer even when all are equal.
+    if not isinstance(value, list):
+        return value
+    if not value or any(v != value[0] for v in value):
+        raise UnknownArchitectureError(
+            f"{path}: {key} differs from layer to layer ({value}); such models are not read yet"
+        )
+    return value[0]
+
+
+def _check_required(config: dict[str, Any], arch: str, path: object) -> None:
+    gguf_keys = {hf: f"{arch}.{key}" for key, hf in COMMON_KEYS.items()}
+    faults = []
+    for hf_key in _REQUIRED:
+        value = config.get(hf_key)
+        if value is None:
+            faults.append(f"{gguf_keys[hf_key]} is missing")
+        elif isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            faults.append(f"{gguf_keys[hf_key]} must be a positive number, got {value!r}")
+    if faults:
+        raise CorruptFileError(
+            f"{path}: {'; '.join(faults)}. Convert the model again with a current llama.cpp"
+        )
+
+
+def _add_rope(
+    config: dict[str, Any],
+    metadata: Mapping[str, Any],
+    arch: str,
+    rope_factors: Mapping[str, list[float]],
+) -> None:
+    rotated = metadata.get(f"{arch}.rope.dimension_count", config["head_dim"])
+    if rotated != config["head_dim"]:
+        config["partial_rotary_factor"] = rotated / config["head_dim"]
+    prefix = f"{arch}.rope.scaling."
+    scaling = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
+    original = scaling.get("original_context_length")
+    if original is not None:
+        config["original_max_position_embeddings"] = original
+    if "rope_freqs.weight" in rope_factors:
+        # Llama 3's scaling arrives as its result: one divisor per rotated pair.
+        config["rope_scaling"] = {
+            "rope_type": "explicit_factors",
+            "factors": rope_factors["rope_freqs.weight"],
+        }
+    elif "rope_factors_long.weight" in rope_factors:
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            "long_factor": rope_factors["rope_factors_long.weight"],
+            "short_factor": rope_factors["rope_factors_short.weight"],
+        }
+        if "attn_factor" in scaling:
+            config["rope_scaling"]["attention_factor"] = scaling["attn_factor"]
+    else:
+        factor = scaling.get("factor", metadata.get(f"{arch}.rope.scale_linear"))
+        kind = scaling.get("type", "none" if factor is None else "linear")
+        if kind == "none" or factor in (None, 0, 1):
+            return
+        config["rope_scaling"] = {"rope_type": kind, "factor": factor}
+        if original is not None:
+            config["rope_scaling"]["original_max_position_embeddings"] = original
+        # An unknown kind travels on as it is: the model layer refuses what it cannot do.
+        keys = _YARN_KEYS if kind == "yarn" else {key: key for key in scaling}
+        for key, hf_key in keys.items():
+            if key in scaling and key not in ("type", "factor", "original_context_length"):
+                config["rope_scaling"][hf_key] = scaling[key]
+
+
+def _add_attention_kind(
+    config: dict[str, Any], metadata: Mapping[str, Any], arch: str, row: GgufArchitecture
+) -> None:
+    if row.query_scale_layers is not None:
+        wide = config["num_hidden_layers"] == row.query_scale_layers
+        config["query_pre_attn_scalar"] = (
+            config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
+        )
+    if not config.get("sliding_window"):
+        config["sliding_window"] = None
+    elif row.sliding_pattern:
+        pattern = metadata.get(f"{arch}.attention.sliding_window_pattern", row.sliding_pattern)
+        layers = range(config["num_hidden_layers"])
+        windowed = pattern if isinstance(pattern, list) else [(i + 1) % pattern > 0 for i in layers]
+        config["layer_types"] = [
+            "sliding_attention" if windowed[i] else "full_attention" for i in layers
+        ]
+    elif arch == "llama":
+        # GGUF calls Mistral a llama; only the window tells them apart.
+        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
