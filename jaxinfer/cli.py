@@ -1,0 +1,277 @@
+"""The command line: words and flags in, calls of the other faces out. Nothing is computed here.
+
+Everything heavy is imported inside the command that needs it, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jaxinfer.cli_options import engine_options
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import InvalidRequestError, JaxinferError
+from jaxinfer.terminal import Answer, conversation, read_line, show_error, take_turn
+
+if TYPE_CHECKING:
+    from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.sampling_params import SamplingParams
+
+BAD_INPUT_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+
+
+class _Commands(typer.core.TyperGroup):
+    """Commands whose expected errors end in one line on stderr, never in a trace."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (JaxinferError, ValueError) as error:
+            if not _is_expected(error):
+                raise
+            show_error(error)
+            raise typer.Exit(BAD_INPUT_EXIT_CODE) from None
+
+
+app = typer.Typer(
+    name="jaxinfer",
+    cls=_Commands,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    # Plain help: rich's tables cut long flags ("--max-num-batched-t…") and take twice the time.
+    rich_markup_mode=None,
+)
+
+
+def _examples(*lines: str) -> str:
+    # A line of nothing but a backspace keeps the help formatter from joining the lines after it.
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
+# One person at a terminal: one sequence at a time, and no need for what a server needs.
+_SINGLE_USER: dict[str, Any] = {
+    "leave_out": ("seed", "max_waiting", "served_model_name", "scheduling_policy", "max_logprobs"),
+    "max_num_seqs": 1,
+}
+
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 takes the likeliest token.  [default: the model's, or 0]")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Keep the likeliest tokens up to this probability.  [default: the model's]"),
+]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+System = Annotated[str | None, typer.Option(help="A system message in front.")]
+
+
+@app.callback()
+def main() -> None:
+    """Serve and use language models with JAX.
+
+    Every command explains itself: jaxinfer serve --help
+    """
+
+
+@app.command(
+    epilog=_examples(
+        "jaxinfer serve",
+        "jaxinfer serve --model path/to/model.gguf --port 9000",
+        "jaxinfer serve --model path/to/folder --max-num-seqs 8 --max-model-len 2048",
+    )
+)
+@engine_options()
+def serve(
+    *,
+    config: EngineConfig,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it."""
+    from jaxinfer.server.run import serve as run_server
+
+    run_server(config, host=host, port=port)
+
+
+@app.command(
+    epilog=_examples(
+        'jaxinfer generate "What is the capital of France?"',
+        'jaxinfer generate "Once upon a time" --raw --max-tokens 64 --temperature 0.8 --seed 7',
+        "jaxinfer generate - < question.txt",
+    )
+)
+@engine_options(**_SINGLE_USER)
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The question, or - to read it from stdin.")],
+    *,
+    config: EngineConfig,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put the prompt into the model's chat template, or continue it as it stands."
+            "  [default: chat, if the model has a template]",
+        ),
+    ] = None,
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+) -> None:
+    """Answer one prompt: stream the text, then tell how fast it was.
+
+    The text goes to stdout, everything else to stderr.
+    """
+    if system is not None and chat is False:
+        raise InvalidRequestError("--system needs a chat template; leave out --raw", "system")
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    with _engine(config) as engine:
+        params = _sampling_params(engine, max_tokens, temperature, top_p, seed)
+        if chat or (chat is None and engine.tokenizer.has_chat_template):
+            stream = engine.chat(conversation(system, prompt), params, delta=True)
+        else:
+            stream = engine.generate(prompt, params, delta=True)
+        answer = Answer()
+        interrupted = answer.show(stream)
+    answer.show_speed()
+    if interrupted:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+@app.command(
+    epilog=_examples(
+        "jaxinfer chat",
+        'jaxinfer chat --model path/to/model.gguf --system "Answer in one sentence."',
+    )
+)
+@engine_options(**_SINGLE_USER)
+def chat(
+    *,
+    config: EngineConfig,
+    system: System = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+) -> None:
+    """Talk with a model that remembers what was said.
+
+    /reset forgets the conversation, /exit or ctrl-D ends the session, ctrl-C stops an answer.
+    """
+    with _engine(config) as engine:
+        params = _sampling_params(engine, max_tokens, temperature, top_p, seed)
+        typer.echo(f"{engine.model_name}: /reset forgets, /exit ends, ctrl-C stops an answer")
+        messages = conversation(system)
+        while (line := read_line()) != "/exit":
+            if line == "/reset":
+                messages = conversation(system)
+            elif line.startswith("/"):
+                typer.echo("the commands are /reset and /exit", err=True)
+            elif line:
+                messages = take_turn(engine, messages, line, params)
+
+
+@app.command(epilog=_examples("jaxinfer convert path/to/model.gguf path/to/folder"))
+def convert(
+    source: Annotated[str, typer.Argument(help="A file, a folder or a hub id.", metavar="SRC")],
+    destination: Annotated[
+        Path, typer.Argument(help="The folder to make; must not exist.", metavar="DST")
+    ],
+) -> None:
+    """Write a model in the engine's own layout, which loads fast and shards on reading."""
+    from jaxinfer.convert import convert as run
+
+    run(source, destination)
+    typer.echo(f"wrote {destination}; try: jaxinfer serve --model {destination}")
+
+
+@app.command()
+def models() -> None:
+    """List the models at hand and the architectures that are supported."""
+    from checkpoints import CheckpointError, resolve_source
+    from jaxinfer.models import supported_families
+
+    try:
+        default = resolve_source(None)
+        typer.echo(f"default model: {default.name} ({default.stat().st_size / 1e6:.0f} MB)")
+        typer.echo(f"  {default}")
+    except CheckpointError as error:
+        typer.echo(f"default model: {error}")
+    for line in _downloaded_models():
+        typer.echo(line)
+    typer.echo("supported architectures:")
+    for family in supported_families():
+        typer.echo(f"  {family.name}: {', '.join(family.architectures)}")
+        for example in family.examples:
+            typer.echo(f"    {example}")
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of jaxinfer and of what it stands on."""
+    typer.echo(f"Python {sys.version.split()[0]}")
+    for package in ("jaxinfer", "jax", "jaxlib", "flax", "numpy"):
+        try:
+            typer.echo(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:  # run from a folder that was never installed
+            typer.echo(f"{package} (not installed as a package)")
+
+
+def _downloaded_models() -> Iterator[str]:
+    """Yield a line for each model in the cache of the Hugging Face hub."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    with contextlib.suppress(CacheNotFound):
+        for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
+            if repo.repo_type == "model":
+                yield f"downloaded: {repo.repo_id} ({repo.size_on_disk / 1e6:.0f} MB)"
+
+
+@contextlib.contextmanager
+def _engine(config: EngineConfig) -> Iterator[AsyncEngine]:
+    from jaxinfer.async_engine import AsyncEngine
+
+    engine = AsyncEngine.from_config(config)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+def _sampling_params(
+    engine: AsyncEngine,
+    max_tokens: int,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int | None,
+) -> SamplingParams:
+    """Return the flags over the model's own recommendation; greedy, if it has none."""
+    from jaxinfer.sampling_params import SamplingParams
+
+    recommended = engine.get_default_sampling_params()
+    if temperature is None and recommended == SamplingParams():
+        temperature = 0.0
+    flags = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    given = {name: value for name, value in flags.items() if value is not None}
+    return dataclasses.replace(recommended, max_tokens=max_tokens, **given)
+
+
+def _is_expected(error: Exception) -> bool:
+    """Whether the error is one of ours; `checkpoints` is loaded if one of its errors is raised."""
+    checkpoints = sys.modules.get("checkpoints")
+    return isinstance(error, JaxinferError) or (
+        checkpoints is not None and isinstance(error, checkpoints.CheckpointError)
+    )

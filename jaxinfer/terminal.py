@@ -1,0 +1,111 @@
+"""One person at a terminal: answers that stream, a line of figures, and turns of a conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from jaxinfer.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from jaxinfer.async_engine import AsyncEngine
+    from jaxinfer.outputs import RequestMetrics, RequestOutput
+    from jaxinfer.sampling_params import SamplingParams
+
+Messages = list[dict[str, str]]
+
+
+class Answer:
+    """An answer on its way to the terminal, and what is known of it once it stands there."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.num_tokens = 0
+        self.finish_reason: str | None = None
+        self.metrics: RequestMetrics | None = None
+
+    def show(self, stream: AsyncIterator[RequestOutput]) -> bool:
+        """Print the text as it comes; return whether ctrl-C ended it.
+
+        asyncio turns the first ctrl-C into a cancellation, which aborts the request.
+        """
+        try:
+            asyncio.run(self._print(stream))
+        except KeyboardInterrupt:
+            return True
+        finally:
+            typer.echo()
+        return False
+
+    def show_speed(self) -> None:
+        """Print time to first token and decode speed to stderr."""
+        times = self.metrics
+        if times is None or times.first_token_time is None or times.last_token_time is None:
+            return
+        parts = [
+            f"{self.num_tokens} tokens",
+            f"first after {times.first_token_time - times.arrival_time:.3f} s",
+        ]
+        decode_s = times.last_token_time - times.first_token_time
+        if decode_s > 0:
+            parts.append(f"then {(self.num_tokens - 1) / decode_s:.1f} tokens/s")
+        if self.finish_reason == "length":
+            parts.append("cut at the limit")
+        typer.echo(", ".join(parts), err=True)
+
+    async def _print(self, stream: AsyncIterator[RequestOutput]) -> None:
+        async for output in stream:
+            self.metrics = output.metrics
+            for sample in output.outputs:
+                self.text += sample.text
+                self.num_tokens += len(sample.token_ids)
+                self.finish_reason = sample.finish_reason
+                typer.echo(sample.text, nl=False)
+                sys.stdout.flush()
+                if sample.error is not None:
+                    typer.secho(f"\nerror: {sample.error}", err=True, fg=typer.colors.RED)
+
+
+def take_turn(
+    engine: AsyncEngine, messages: Messages, question: str, params: SamplingParams
+) -> Messages:
+    """Answer the question; return the conversation with both, or as it was if that fails."""
+    asked = [*messages, {"role": "user", "content": question}]
+    answer = Answer()
+    try:
+        answer.show(engine.chat(asked, params, delta=True))
+    except InvalidRequestError as error:
+        show_error(error)
+        typer.echo("(/reset forgets the conversation)", err=True)
+        return messages
+    return [*asked, {"role": "assistant", "content": answer.text}]
+
+
+def read_line() -> str:
+    """Return the next line of the user; the end of input is "/exit", ctrl-C an empty line."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # gives `input` its history and line editing
+    try:
+        return input("> ").strip()
+    except EOFError:
+        typer.echo()
+        return "/exit"
+    except KeyboardInterrupt:
+        typer.echo()
+        return ""
+
+
+def conversation(system: str | None, question: str | None = None) -> Messages:
+    """Return the messages of what was said, leaving out what was not."""
+    spoken = {"system": system, "user": question}
+    return [{"role": role, "content": text} for role, text in spoken.items() if text is not None]
+
+
+def show_error(error: Exception) -> None:
+    """Print one line to stderr."""
+    typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)

@@ -1,0 +1,268 @@
+"""The command line, over the real `AsyncEngine` around a fake engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from checkpoints import CheckpointError
+from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.cli import app
+from jaxinfer.cli_options import attribute_docs
+from jaxinfer.config import EngineConfig
+from tests.unit.faces.fakes import FakeEngine, loaded
+
+
+def run(*args: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, args, input=stdin, catch_exceptions=False)
+
+
+@pytest.fixture
+def serve_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Stands in for the HTTP server; returns what it was called with."""
+    calls: list[dict[str, Any]] = []
+    server = ModuleType("jaxinfer.server.run")
+    server.serve = lambda config, **where: calls.append({"config": config, **where})
+    monkeypatch.setitem(sys.modules, "jaxinfer.server.run", server)
+    return calls
+
+
+class Engines:
+    """Makes the engines that commands ask for; what they do is set before the command runs."""
+
+    def __init__(self) -> None:
+        self.fake = FakeEngine(script="an answer")
+        self.generation_config: dict[str, Any] = {}
+        self.prompts: list[str] = []
+        self.params: list[Any] = []
+        self.config: EngineConfig | None = None
+        self.error: Exception | None = None
+
+    def from_config(self, config: EngineConfig) -> AsyncEngine:
+        if self.error is not None:
+            raise self.error
+        self.config = config
+        add_request = self.fake.add_request
+
+        def note(request_id: str, prompt_token_ids: list[int], params: Any, **rest: Any) -> None:
+            self.prompts.append(bytes(prompt_token_ids).decode())
+            self.params.append(params)
+            add_request(request_id, prompt_token_ids, params, **rest)
+
+        self.fake.add_request = note
+        return AsyncEngine(loaded(self.fake, generation_config=self.generation_config))
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    engines = Engines()
+    monkeypatch.setattr(AsyncEngine, "from_config", engines.from_config)
+    return engines
+
+
+# A legal value other than the default, for every field.
+OTHER_VALUES: dict[str, Any] = {
+    "model": "some/model",
+    "tokenizer": "some/tokenizer",
+    "dtype": "float32",
+    "max_model_len": 100,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "page_size": 32,
+    "num_pages": 77,
+    "kv_cache_memory_bytes": 1 << 20,
+    "enable_prefix_caching": False,
+    "scheduling_policy": "priority",
+    "overlap": False,
+    "warmup": False,
+    "seed": 3,
+    "max_logprobs": 5,
+    "max_waiting": 9,
+    "served_model_name": "name",
+    "compilation_cache_dir": "",
+    "tensor_parallel_size": 2,
+}
+REFUSED_SO_FAR = {"quantization"}
+
+
+def test_serve_without_flags_is_the_config_without_arguments(serve_calls):
+    assert run("serve").exit_code == 0
+    assert serve_calls == [{"config": EngineConfig(), "host": "127.0.0.1", "port": 8000}]
+
+
+def test_every_setting_is_covered_here():
+    assert {*OTHER_VALUES} | REFUSED_SO_FAR == {*EngineConfig.field_names()}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_every_setting_is_a_flag(name: str, serve_calls):
+    value = OTHER_VALUES[name]
+    flag = name.replace("_", "-")
+    args = [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+    assert run("serve", *args).exit_code == 0
+    assert serve_calls[0]["config"] == dataclasses.replace(EngineConfig(), **{name: value})
+
+
+def test_every_setting_has_a_sentence_in_the_help():
+    docs = attribute_docs(EngineConfig)
+    assert {*docs} == {*EngineConfig.field_names()}
+    shown = " ".join(run("serve", "--help").stdout.split())
+    for text in docs.values():
+        # The help breaks lines, also after a hyphen.
+        assert text.replace("`", "")[:30].replace("-", "") in shown.replace("- ", "").replace("-", "")
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "convert"])
+def test_help_teaches_by_example(command: str):
+    assert f"\n    jaxinfer {command}" in run(command, "--help").stdout
+
+
+def test_bad_setting_is_one_line_and_exit_code_2(serve_calls):
+    result = run("serve", "--page-size", "3")
+    assert result.exit_code == 2
+    assert result.stderr == "error: page_size must be a power of two, got 3\n"
+    assert serve_calls == []
+
+
+def test_unreadable_model_is_one_line_and_exit_code_2(engines: Engines):
+    engines.error = CheckpointError("model.gguf: not a GGUF file; give another")
+    result = run("generate", "hello")
+    assert result.exit_code == 2
+    assert result.stderr == "error: model.gguf: not a GGUF file; give another\n"
+
+
+def test_a_bug_of_ours_is_not_dressed_up_as_bad_input(engines: Engines):
+    engines.error = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        run("generate", "hello")
+
+
+def test_generate_streams_the_answer_and_tells_how_fast_it_was(engines: Engines):
+    result = run("generate", "hello")
+    assert result.exit_code == 0
+    assert result.stdout == "an answer\n"
+    assert "10 tokens, first after " in result.stderr
+    assert "tokens/s" in result.stderr
+
+
+def test_generate_uses_the_chat_template_unless_told_otherwise(engines: Engines):
+    run("generate", "hello", "--system", "be kind")
+    run("generate", "hello", "--raw")
+    assert engines.prompts == ["system: be kind\nuser: hello\nassistant: ", "hello"]
+
+
+def test_generate_reads_stdin(engines: Engines):
+    run("generate", "-", "--raw", stdin="from a file")
+    assert engines.prompts == ["from a file"]
+
+
+def test_generate_passes_on_how_to_sample(engines: Engines):
+    run("generate", "hi", "--max-tokens=3", "--temperature=0.5", "--top-p=0.9", "--seed=7")
+    (params,) = engines.params
+    assert (params.max_tokens, params.temperature, params.top_p, params.seed) == (3, 0.5, 0.9, 7)
+
+
+def test_model_without_a_recommendation_is_greedy(engines: Engines):
+    run("generate", "hi")
+    assert engines.params[0].greedy
+
+
+def test_flags_win_over_the_models_recommendation(engines: Engines):
+    engines.generation_config = {"temperature": 0.6, "top_k": 20}
+    run("generate", "hi", "--top-p", "0.8")
+    (params,) = engines.params
+    assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.8)
+
+
+def test_answer_that_is_cut_says_so(engines: Engines):
+    assert "cut at the limit" in run("generate", "hi", "--max-tokens", "2").stderr
+
+
+def test_generate_refuses_a_prompt_that_cannot_be_served(engines: Engines):
+    result = run("generate", "", "--raw")
+    assert (result.exit_code, result.stderr) == (2, "\nerror: prompt must not be empty\n"[1:])
+
+
+def test_generate_for_one_person_runs_one_sequence(engines: Engines):
+    run("generate", "hi", "--model", "some/model")
+    assert engines.config == EngineConfig(model="some/model", max_num_seqs=1)
+
+
+def test_chat_remembers_and_reset_forgets(engines: Engines):
+    result = run("chat", "--system", "S", stdin="one\ntwo\n/reset\nthree\n/exit\n")
+    assert result.exit_code == 0
+    assert engines.prompts == [
+        "system: S\nuser: one\nassistant: ",
+        "system: S\nuser: one\nassistant: an answer\nuser: two\nassistant: ",
+        "system: S\nuser: three\nassistant: ",
+    ]
+
+
+def test_end_of_input_ends_the_chat(engines: Engines):
+    assert run("chat", stdin="one\n").exit_code == 0
+    assert len(engines.prompts) == 1
+
+
+def test_unknown_chat_command_is_not_sent_to_the_model(engines: Engines):
+    result = run("chat", stdin="/rest\n")
+    assert engines.prompts == []
+    assert "/reset" in result.stderr
+
+
+def test_conversation_that_outgrows_the_context_leaves_the_chat_usable(engines: Engines):
+    result = run("chat", "--max-tokens", "20", stdin=f"{'x' * 2000}\nshort\n")
+    assert result.exit_code == 0
+    assert "error: " in result.stderr
+    assert engines.prompts == ["user: short\nassistant: "]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="ctrl-C cannot be sent to one thread on Windows")
+def test_ctrl_c_stops_the_answer_and_not_the_chat(engines: Engines):
+    main_thread = threading.get_ident()
+
+    def interrupt(step: int) -> None:
+        if step == 3:
+            signal.pthread_kill(main_thread, signal.SIGINT)
+        if step > 3 and len(engines.prompts) == 1:
+            # The answer is endless: only the abort ends it.
+            engines.fake.script = [*b"more "] * 100_000
+
+    engines.fake.script = [*b"more "] * 100
+    engines.fake.max_model_len = 100_000
+    engines.fake.on_step = interrupt
+    result = run("chat", "--max-tokens", "4", stdin="one\n")
+    assert result.exit_code == 0
+    result = run("chat", stdin="two\n/exit\n")
+    assert result.exit_code == 0
+
+
+def test_convert_names_its_result(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+    convert = ModuleType("jaxinfer.convert")
+    convert.convert = lambda source, destination: calls.append((source, destination))
+    monkeypatch.setitem(sys.modules, "jaxinfer.convert", convert)
+    result = run("convert", "model.gguf", "folder")
+    assert calls == [("model.gguf", Path("folder"))]
+    assert "jaxinfer serve --model folder" in result.stdout
+
+
+def test_models_lists_what_is_supported():
+    result = run("models")
+    assert result.exit_code == 0
+    assert "LlamaForCausalLM" in result.stdout
+
+
+def test_version_names_what_it_stands_on():
+    lines = run("version").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "Python", "jaxinfer", "jax", "jaxlib", "flax", "numpy",
+    ]  # fmt: skip
