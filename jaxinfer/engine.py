@@ -1,0 +1,233 @@
+"""The heart: requests in, tokens out, one step at a time. Token ids only; knows nothing of text.
+
+Not thread-safe: one thread calls everything here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from jaxinfer.batch import StepPlan, StepResult
+from jaxinfer.compilation import CompileGuard
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import InvalidRequestError
+from jaxinfer.metrics import EngineStats
+from jaxinfer.page_pool import PagePool
+from jaxinfer.request import FinishReason, Request, TokenOutput
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.scheduler import Scheduler
+
+
+class Runner[Hidden, InFlight](Protocol):
+    """What turns plans into tokens: `jaxinfer.model_runner.ModelRunner`, or a fake in tests."""
+
+    @property
+    def num_programs(self) -> int: ...
+    def forward(self, plan: StepPlan) -> Hidden: ...
+    def sample(self, plan: StepPlan, hidden: Hidden) -> InFlight: ...
+    def fetch(self, plan: StepPlan, step: InFlight) -> StepResult: ...
+    def forget(self, request_id: str) -> None: ...
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    Args:
+        config: Resolved settings: no "auto" and no None where a number is needed.
+        runner: Runs the steps.
+        vocab_size: Token ids lie in [0, vocab_size).
+        eos_token_ids: Tokens that end a sequence unless a request says `ignore_eos`.
+        guard: Watches for compilations while serving.
+
+    Attributes:
+        max_model_len: Longest prompt + output, tokens.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        *,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        guard: CompileGuard | None = None,
+    ):
+        assert config.num_pages and config.max_model_len, "the config must be resolved"
+        self.config = config
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = config.max_model_len
+        self.runner = runner
+        self.scheduler = Scheduler(
+            page_pool=PagePool(config.num_pages, config.page_size, config.enable_prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            policy=config.scheduling_policy,
+            max_waiting=config.max_waiting,
+        )
+        self._guard = guard or CompileGuard()
+        self._in_flight: tuple[StepPlan, object] | None = None
+        self._stats = EngineStats(num_pages=config.num_pages)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a sequence; its tokens come from later `step` calls.
+
+        Args:
+            request_id: Not in use by a live request.
+            prompt_token_ids: At least one token.
+            params: `params.n` must be 1; front ends fan out.
+            seed: 64 bits; drawn at random if None and `params.seed` is None.
+            priority: Lower runs first under the "priority" policy.
+            cache_salt: Prefix pages are shared only among equal salts.
+            arrival_time: `time.monotonic()` seconds; now if None.
+
+        Raises:
+            InvalidRequestError: It could never be served.
+            QueueFullError: It could be served, but not now.
+        """
+        self._check(prompt_token_ids, params, priority)
+        if seed is None:
+            seed = params.seed if params.seed is not None else secrets.randbits(64)
+        room = self.max_model_len - len(prompt_token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            seed=seed,
+            max_total_tokens=len(prompt_token_ids) + min(params.max_tokens or room, room),
+            eos_token_ids=self.eos_token_ids,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+        )
+        self.scheduler.add(request)
+        self._stats.prompt_tokens += len(prompt_token_ids)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request without a further output; unknown ids are ignored."""
+        if self.scheduler.abort(request_id, reason) is not None:
+            self._forget(request_id, reason)
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do."""
+        return self.scheduler.has_unfinished or self._in_flight is not None
+
+    def step(self) -> list[TokenOutput]:
+        """Run one step and return what became known in it, possibly nothing."""
+        with self._guard.watching():
+            outputs = self._overlapped_step() if self.config.overlap else self._plain_step()
+        for output in outputs:
+            self._stats.generation_tokens += len(output.new_token_ids)
+            if output.finish_reason is not None:
+                self._forget(output.request_id, output.finish_reason)
+        return outputs
+
+    def _plain_step(self) -> list[TokenOutput]:
+        """Plan, compute, sample, learn: one step from start to end."""
+        plan = self.scheduler.schedule()
+        if not plan:
+            return []
+        hidden = self.runner.forward(plan)
+        sampled = self.runner.sample(plan, hidden)
+        self._stats.num_steps += 1
+        return self.scheduler.update(plan, self.runner.fetch(plan, sampled))
+
+    def _overlapped_step(self) -> list[TokenOutput]:
+        """The same, except that the tokens learnt are those of the step before.
+
+        While the device computes this step, the host waits for the previous one's tokens and deals
+        with them; this step's sampling is dispatched behind that, when all earlier tokens are known.
+        """
+        plan = self.scheduler.schedule()
+        hidden = self.runner.forward(plan) if plan else None
+        outputs = self._learn()
+        if plan:
+            self._in_flight = (plan, self.runner.sample(plan, hidden))
+            self._stats.num_steps += 1
+        return outputs
+
+    def _learn(self) -> list[TokenOutput]:
+        if self._in_flight is None:
+            return []
+        plan, sampled = self._in_flight
+        self._in_flight = None
+        return self.scheduler.update(plan, self.runner.fetch(plan, sampled))
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counters and gauges as of now."""
+        scheduler, stats = self.scheduler, self._stats
+        pool = scheduler.page_pool
+        stats.num_requests_running = scheduler.num_running
+        stats.num_requests_waiting = scheduler.num_waiting
+        stats.kv_cache_usage = pool.usage
+        stats.num_pages_used = pool.num_used
+        stats.num_pages_cached = pool.num_cached
+        stats.num_preemptions = scheduler.num_preemptions
+        stats.prefix_cache_queries = scheduler.num_prefix_queries
+        stats.prefix_cache_hits = scheduler.num_prefix_hits
+        stats.num_corrupted_requests = scheduler.num_corrupted
+        stats.compilations_total = self.runner.num_programs
+        stats.compilations_after_warmup = self._guard.count
+        return stats
+
+    def check_integrity(self) -> None:
+        """Assert that no page is lost and no request forgotten.
+
+        Raises:
+            AssertionError: An invariant broke; the engine must not go on.
+        """
+        self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Stop listening for compilations."""
+        self._guard.close()
+
+    def _forget(self, request_id: str, reason: FinishReason) -> None:
+        self.runner.forget(request_id)
+        self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
+
+    def _check(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, priority: int
+    ) -> None:
+        if not len(prompt_token_ids):
+            raise InvalidRequestError("prompt must hold at least one token", "prompt")
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"prompt has {len(prompt_token_ids)} tokens; the context length is "
+                f"{self.max_model_len}, of which at least one must be left for the output",
+                "prompt",
+            )
+        low, high = min(prompt_token_ids), max(prompt_token_ids)
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidRequestError(
+                f"prompt: token id {low if low < 0 else high} is outside the vocabulary of "
+                f"{self.vocab_size}",
+                "prompt",
+            )
+        params.check_vocab(self.vocab_size)
+        if params.n != 1:
+            raise InvalidRequestError(f"the engine runs one sample a request, got {params.n}", "n")
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and asked > self.config.max_logprobs:
+                raise InvalidRequestError(
+                    f"{name} must not exceed {self.config.max_logprobs}, got {asked}", name
+                )
+        if priority and self.config.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                'priority needs the scheduling policy "priority" (--scheduling-policy)', "priority"
+            )

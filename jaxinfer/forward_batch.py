@@ -1,0 +1,144 @@
+"""A step's metadata: `StepPlan` → one int32 array → padded device arrays.
+
+Everything the backbone must know travels in one transfer and is cut apart on the device. Packing is
+numpy only; unpacking happens inside jit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.batch import StepPlan
+from pallas_kernels import RaggedBatch
+from pallas_kernels.shapes import Array, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForwardBatch:
+    """What the backbone computes, padded to a bucket.
+
+    Attributes:
+        token_ids: int32 [T]; 0 where `pending_rows` says that the device knows better.
+        pending_rows: int32 [T]; row of the previous step's sampled tokens, -1 for none.
+        positions: int32 [T].
+        slot_mapping: int32 [T]; page * page_size + offset, outside the pool for padding.
+        sample_tokens: int32 [B]; index of the token whose hidden state is sampled from, by
+            sampling row.
+        ragged: Which tokens and pages belong to which row.
+    """
+
+    token_ids: Array
+    pending_rows: Array
+    positions: Array
+    slot_mapping: Array
+    sample_tokens: Array
+    ragged: RaggedBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """Where each field stands in the packed array of a bucket. Static under jit.
+
+    Attributes:
+        num_tokens: T, the bucket.
+        max_num_seqs: B.
+        max_pages: P, pages of the longest sequence.
+        num_slots: Tokens that fit the page pool; the slot of padding tokens.
+        page_size: Tokens per page.
+    """
+
+    num_tokens: int
+    max_num_seqs: int
+    max_pages: int
+    num_slots: int
+    page_size: int
+
+    def _fields(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        T, B, P = self.num_tokens, self.max_num_seqs, self.max_pages
+        return (
+            ("token_ids", (T,)),
+            ("pending_rows", (T,)),
+            ("positions", (T,)),
+            ("slot_mapping", (T,)),
+            ("sample_tokens", (B,)),
+            ("seq_lens", (B,)),
+            ("query_start_loc", (B + 1,)),
+            ("counts", (2,)),
+            ("page_table", (B, P)),
+        )
+
+    @property
+    def size(self) -> int:
+        """Length of the packed array."""
+        return sum(int(np.prod(shape)) for _, shape in self._fields())
+
+    def _views(self, packed):
+        views, start = {}, 0
+        for name, shape in self._fields():
+            size = int(np.prod(shape))
+            views[name] = packed[start : start + size].reshape(shape)
+            start += size
+        return views
+
+    def pack(self, plan: StepPlan) -> np.ndarray:
+        """Return int32 [size], a fresh array: the device may alias it while the step is in flight."""
+        packed = np.zeros(self.size, np.int32)
+        views = self._views(packed)
+        views["pending_rows"][:] = -1
+        views["slot_mapping"][:] = self.num_slots
+        token, num_sampling = 0, 0
+        for i, row in enumerate(plan.rows):
+            request, n = row.request, row.num_scheduled_tokens
+            span = slice(token, token + n)
+            num_known = min(row.end, request.num_tokens) - row.start
+            views["token_ids"][token : token + num_known] = request.token_ids[
+                row.start : row.start + num_known
+            ]
+            positions = np.arange(row.start, row.end, dtype=np.int32)
+            page_ids = np.asarray(request.page_ids, np.int32)
+            views["positions"][span] = positions
+            views["slot_mapping"][span] = (
+                page_ids[positions // self.page_size] * self.page_size + positions % self.page_size
+            )
+            if row.pending_row >= 0:
+                views["pending_rows"][token + n - 1] = row.pending_row
+            if row.samples:
+                views["sample_tokens"][num_sampling] = token + n - 1
+                num_sampling += 1
+            views["seq_lens"][i] = row.end
+            views["page_table"][i, : len(page_ids)] = page_ids
+            token += n
+            views["query_start_loc"][i + 1] = token
+        views["query_start_loc"][len(plan.rows) + 1 :] = token
+        views["counts"][:] = (plan.num_decode_rows, len(plan.rows))
+        return packed
+
+    def unpack(self, packed: Int[Array, " size"]) -> ForwardBatch:
+        """Cut the packed array apart, inside jit."""
+        views = self._views(packed)
+        ragged = RaggedBatch(
+            page_table=views["page_table"],
+            seq_lens=views["seq_lens"],
+            query_start_loc=views["query_start_loc"],
+            num_decode_rows=views["counts"][0],
+            num_rows=views["counts"][1],
+        )
+        return ForwardBatch(
+            token_ids=views["token_ids"],
+            pending_rows=views["pending_rows"],
+            positions=views["positions"],
+            slot_mapping=views["slot_mapping"],
+            sample_tokens=views["sample_tokens"],
+            ragged=ragged,
+        )
+
+
+def resolve_pending(batch: ForwardBatch, sampled: Int[Array, " B"]) -> Int[Array, " T"]:
+    """Return the step's tokens, with those the host has not seen taken from the last sampling."""
+    rows = jnp.maximum(batch.pending_rows, 0)
+    return jnp.where(batch.pending_rows >= 0, sampled[rows], batch.token_ids)

@@ -1,0 +1,133 @@
+"""The paged cache on the device: its layout, its size, and how a layer reads and writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import RaggedBatch, paged_attention, slot_coordinates
+from pallas_kernels.shapes import Array, Float, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys, values and token ids by page.
+
+    One array per layer and kind: XLA then updates each in place. (One stacked array passed through
+    a scan as input and output is copied whole every step.) Heads stand before slots, so that a
+    page of one head is one contiguous tile.
+
+    Attributes:
+        keys: L arrays [num_pages, K, page_size, H].
+        values: The same.
+        token_ids: int32 [num_pages, page_size]. What each slot holds; lets the sampler look up a
+            sequence's history without shipping it from the host.
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    token_ids: Array
+
+    @property
+    def num_pages(self) -> int:
+        return self.token_ids.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.token_ids.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """What decides the size of a cache.
+
+    Attributes:
+        num_layers: L.
+        num_kv_heads: K.
+        head_dim: H.
+        page_size: Tokens per page.
+        dtype: Of keys and values.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: Any
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, token ids included."""
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return self.page_size * (per_token * jnp.dtype(self.dtype).itemsize + 4)
+
+
+def make_cache(shape: CacheShape, num_pages: int, shardings: tuple[Any, Any]) -> KVCache:
+    """Allocate zeroed pages; `shardings` are those of keys/values and of token ids."""
+    kv_sharding, ids_sharding = shardings
+    kv_shape = (num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+
+    def pages() -> tuple[Array, ...]:
+        return tuple(
+            jnp.zeros(kv_shape, shape.dtype, device=kv_sharding) for _ in range(shape.num_layers)
+        )
+
+    ids = jnp.zeros((num_pages, shape.page_size), jnp.int32, device=ids_sharding)
+    return KVCache(keys=pages(), values=pages(), token_ids=ids)
+
+
+def write_token_ids(
+    cache: KVCache, token_ids: Int[Array, " T"], slot_mapping: Int[Array, " T"]
+) -> KVCache:
+    """Note which token each slot holds; slots outside the pool are dropped."""
+    pages, offsets = slot_coordinates(slot_mapping, cache.page_size)
+    ids = cache.token_ids.at[pages, offsets].set(token_ids, mode="drop")
+    return KVCache(cache.keys, cache.values, ids)
+
+
+class PagedAttend:
+    """`jaxinfer.nn.attention.Attend` over a `KVCache`, for one trace of one step.
+
+    Holds the functional cache while the layers run; `cache` is what to return from the step.
+    """
+
+    def __init__(
+        self, cache: KVCache, batch: RaggedBatch, slot_mapping: Int[Array, " T"], *, impl: str
+    ):
+        self._keys, self._values = list(cache.keys), list(cache.values)
+        self._token_ids = cache.token_ids
+        self._batch = batch
+        self._slots = slot_coordinates(slot_mapping, cache.page_size)
+        self._impl = impl
+
+    @property
+    def cache(self) -> KVCache:
+        return KVCache(tuple(self._keys), tuple(self._values), self._token_ids)
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        *,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Float[Array, "T N H"]:
+        pages, offsets = self._slots
+        # Padding tokens carry a slot behind the last page, which "drop" ignores.
+        self._keys[layer] = self._keys[layer].at[pages, :, offsets].set(k, mode="drop")
+        self._values[layer] = self._values[layer].at[pages, :, offsets].set(v, mode="drop")
+        return paged_attention(
+            q,
+            self._keys[layer],
+            self._values[layer],
+            self._batch,
+            scale=scale,
+            sliding_window=sliding_window,
+            impl=self._impl,
+        )

@@ -1,0 +1,44 @@
+"""How much memory the KV pages get when nobody says, and where compiled programs are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+from jaxinfer.errors import ConfigError
+
+CPU_CACHE_BYTES = 2**30
+"""On a CPU the pages share memory with everything else: take this much, or what one sequence needs."""
+
+DEVICE_SHARE = 0.8
+"""Of a device's free memory. The rest is for programs and their temporaries, which only show up
+once compiled."""
+
+
+def cache_bytes(one_sequence: int) -> int:
+    """Return bytes for the KV pages of each device, by what is free now.
+
+    Args:
+        one_sequence: Bytes that a sequence of full length needs.
+
+    Raises:
+        ConfigError: A device does not tell how much memory it has.
+    """
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(max(CPU_CACHE_BYTES, one_sequence), free // 2)
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ConfigError(
+            f"{device} does not tell its memory; give num_pages or kv_cache_memory_bytes"
+        )
+    return int((stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_SHARE)
+
+
+def default_cache_dir() -> Path:
+    """Return the user's folder for compiled programs (XDG base directory rules)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxinfer" / "xla"

@@ -1,0 +1,159 @@
+"""From a checkpoint's tensors into a model's parameters, one at a time, straight into place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxinfer.errors import ModelError
+from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.family import Family, Weight
+
+
+class TensorInfo(Protocol):
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+
+
+class TensorSource(Protocol):
+    """The bytes seam, as `checkpoints.Checkpoint` offers it: HF names and layouts."""
+
+    def names(self) -> list[str]: ...
+    def info(self, name: str) -> TensorInfo: ...
+    def read(self, name: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """One parameter and the tensors that fill it."""
+
+    path: str
+    sources: tuple[str, ...]
+    weight: Weight
+
+    def shape(self, source: TensorSource, config: ModelConfig) -> tuple[int, ...] | None:
+        """The parameter's shape by the sources' shapes; None if they do not go together."""
+        parts = [
+            jax.ShapeDtypeStruct(source.info(name).shape, jnp.float32) for name in self.sources
+        ]
+        try:
+            return jax.eval_shape(lambda *p: self.weight.assemble(jnp, p, config), *parts).shape
+        except (TypeError, ValueError):
+            return None
+
+    def read(self, source: TensorSource, config: ModelConfig, dtype: Any) -> np.ndarray:
+        parts = [source.read(name).astype(dtype, copy=False) for name in self.sources]
+        return np.ascontiguousarray(self.weight.assemble(np, parts, config))
+
+
+def flat_parameters(state: nnx.State) -> dict[str, nnx.Variable]:
+    """Return the parameters by dotted path, in the order of the state's leaves."""
+    return {
+        ".".join(str(part) for part in path): variable
+        for path, variable in nnx.to_flat_state(state)
+    }
+
+
+def load_weights(
+    source: TensorSource,
+    family: Family,
+    config: ModelConfig,
+    state: nnx.State,
+    shardings: Mapping[str, jax.sharding.Sharding],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, jax.Array]:
+    """Read every parameter of an abstract `state` into its sharding.
+
+    Host memory peaks at the largest parameter beyond what is already on the device.
+
+    Args:
+        source: The checkpoint.
+        family: Whose table of weights applies.
+        config: Decides which parameters exist.
+        state: Abstract parameters: shapes and dtypes.
+        shardings: Where each goes, by dotted path.
+        on_progress: Called with bytes done and in all.
+
+    Returns:
+        Arrays by dotted path.
+
+    Raises:
+        ModelError: Tensors are missing, unexpected or misshapen; all are listed.
+    """
+    parameters = flat_parameters(state)
+    fillings = _fillings(family, config)
+    _check(source, family, config, parameters, fillings)
+    sizes = {path: int(np.prod(p.shape)) * p.dtype.itemsize for path, p in parameters.items()}
+    done, total = 0, sum(sizes.values())
+    arrays = {}
+    for path, parameter in parameters.items():
+        values = fillings[path].read(source, config, parameter.dtype)
+        arrays[path] = jax.device_put(values, shardings[path])
+        done += sizes[path]
+        on_progress(done, total)
+    return arrays
+
+
+def _fillings(family: Family, config: ModelConfig) -> dict[str, _Filling]:
+    fillings = {}
+    for weight in family.weights:
+        if weight.when(config):
+            for filling in _expand(weight, config.num_hidden_layers):
+                fillings[filling.path] = filling
+    return fillings
+
+
+def _expand(weight: Weight, num_layers: int) -> list[_Filling]:
+    per_layer = "{i}" in weight.target
+    return [
+        _Filling(
+            weight.target.replace("{i}", str(i)),
+            tuple(source.replace("{i}", str(i)) for source in weight.sources),
+            weight,
+        )
+        for i in range(num_layers if per_layer else 1)
+    ]
+
+
+def _check(
+    source: TensorSource,
+    family: Family,
+    config: ModelConfig,
+    parameters: Mapping[str, nnx.Variable],
+    fillings: Mapping[str, _Filling],
+) -> None:
+    """Compare names and shapes before any weight is read, and report every fault at once."""
+    unmapped = sorted(set(parameters) ^ set(fillings))
+    assert not unmapped, f"family {family.name}: model and weight table differ in {unmapped}"
+    present = set(source.names())
+    faults = []
+    used: set[str] = set()
+    for path, filling in fillings.items():
+        used.update(filling.sources)
+        missing = [name for name in filling.sources if name not in present]
+        faults += [f"missing: {name}" for name in missing]
+        if missing:
+            continue
+        expected = tuple(parameters[path].shape)
+        if expected != filling.shape(source, config):
+            shapes = ", ".join(f"{n} {list(source.info(n).shape)}" for n in filling.sources)
+            faults.append(f"misshapen: {shapes}; expected to make up {path} {list(expected)}")
+    # A tied model's checkpoint may carry the head all the same.
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    faults += [
+        f"unexpected: {name}"
+        for name in sorted(present - used - tied)
+        if not name.endswith(family.ignored)
+    ]
+    if faults:
+        raise ModelError(
+            f"the checkpoint does not fit a {family.name} model of this config "
+            f"({len(faults)} faults):\n  " + "\n  ".join(faults)
+        )

@@ -1,0 +1,39 @@
+"""The gated feed-forward layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxinfer.nn.linear import Linear
+from pallas_kernels.shapes import Array, Float
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+class MLP(nnx.Module):
+    """`down(activation(gate(x)) * up(x))` (GLU variants, arXiv:2002.05202).
+
+    Gate and up are one product with output [2, F]: fewer leaves to dispatch, a wider matmul, and a
+    shard of F holds matching halves.
+    """
+
+    def __init__(
+        self, hidden: int, intermediate: int, *, activation: str, bias: bool, dtype: Any
+    ):
+        self.gate_up = Linear(
+            hidden, (2, intermediate), dtype=dtype, axes=("embed", None, "mlp"), bias=bias
+        )
+        self.down = Linear(intermediate, (hidden,), dtype=dtype, axes=("mlp", "embed"), bias=bias)
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        gate_up = self.gate_up(x)  # [T, 2, F]
+        return self.down(ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1])

@@ -1,0 +1,75 @@
+"""The device mesh, and the one table from logical axes to mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxinfer.errors import ConfigError
+from jaxinfer.models.config import ModelConfig
+
+RULES: Mapping[str, str | None] = {
+    # logical axis → mesh axis
+    "embed": None,
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+}
+
+
+def make_mesh(tensor_parallel_size: int = 1) -> Mesh:
+    """Return a mesh with the one axis "tensor" over the first devices.
+
+    Raises:
+        ConfigError: There are fewer devices than asked for.
+    """
+    devices = jax.devices()
+    if tensor_parallel_size > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_parallel_size} needs as many devices; "
+            f"this process sees {len(devices)}"
+        )
+    return Mesh(np.array(devices[:tensor_parallel_size]), ("tensor",))
+
+
+def check_divisible(config: ModelConfig, tensor_parallel_size: int) -> None:
+    """Refuse a split that would cut a head or leave devices unequal.
+
+    Raises:
+        ConfigError: Names every size that does not divide.
+    """
+    if tensor_parallel_size == 1:
+        return
+    sizes = {
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+    odd = [f"{name} ({size})" for name, size in sizes.items() if size % tensor_parallel_size]
+    if odd:
+        raise ConfigError(
+            f"tensor_parallel_size={tensor_parallel_size} must divide {', '.join(odd)}"
+        )
+
+
+def logical(mesh: Mesh, *axes: str | None) -> NamedSharding:
+    """Return the sharding of an array whose axes have these logical names."""
+    return NamedSharding(mesh, PartitionSpec(*(RULES[a] if a else None for a in axes)))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of an array that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def parameter_shardings(
+    mesh: Mesh, parameters: Mapping[str, nnx.Variable]
+) -> dict[str, NamedSharding]:
+    """Return each parameter's sharding, from the logical axes it was declared with."""
+    return {path: logical(mesh, *p.get_metadata("axes")) for path, p in parameters.items()}
