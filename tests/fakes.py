@@ -1,0 +1,256 @@
+"""A model whose memory is real and whose mind is a hash: `FakeRunner` runs plans without jax.
+
+It has two layers and a paged cache. As in a transformer, each layer writes the states of all
+scheduled tokens into their slots, then reads the whole history of each row back through the row's
+page table. The next token is a hash of that history, of the seed and of the position. A page that
+is shared wrongly, freed too early, written twice or forgotten changes the tokens from there on.
+
+`expected_tokens` is the same function without pages, batches or steps: what each request must get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxinfer.batch import StepPlan, StepResult
+from jaxinfer.request import Request, TokenLogprobs, TokenOutput
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.scheduler import Scheduler
+
+VOCAB_SIZE = 97
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Scramble uint64s, one to one (the finalizer of splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _embed(token_ids: Sequence[int], start: int) -> np.ndarray:
+    """Layer 0: a state of token and position."""
+    positions = np.arange(start, start + len(token_ids), dtype=np.uint64)
+    return _mix(np.asarray(token_ids, np.uint64) * _ODD + positions + np.uint64(1))
+
+
+def _attend(history: np.ndarray) -> np.ndarray:
+    """Layer 1: at each position a hash of everything up to it."""
+    return _mix(np.cumsum(_mix(history + _ODD), dtype=np.uint64))
+
+
+def _sample(history: np.ndarray, seed: int) -> int:
+    """Head: the next token, of the last layer's whole history, the seed and the position."""
+    total = np.bitwise_xor.reduce(_mix(history + np.uint64(7)))
+    draw = np.asarray([total ^ np.uint64(seed % 2**64), np.uint64(len(history))], np.uint64)
+    return int(_mix(np.cumsum(_mix(draw), dtype=np.uint64))[-1] % np.uint64(VOCAB_SIZE))
+
+
+def _logprob(state: np.uint64) -> TokenLogprobs:
+    return TokenLogprobs(logprob=-float(state % np.uint64(1000)) / 100, rank=1)
+
+
+def make_request(
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    *,
+    seed: int = 0,
+    eos_token_ids: Sequence[int] = (),
+    priority: int = 0,
+    cache_salt: str = "",
+    arrival_time: float = 0.0,
+    max_total_tokens: int | None = None,
+    **params,
+) -> Request:
+    """Return a request as the engine makes it; `params` are `SamplingParams`' fields."""
+    sampling_params = SamplingParams(**params)
+    if max_total_tokens is None:
+        max_total_tokens = len(prompt_token_ids) + sampling_params.max_tokens
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=prompt_token_ids,
+        params=sampling_params,
+        seed=seed,
+        max_total_tokens=max_total_tokens,
+        eos_token_ids=frozenset(eos_token_ids),
+        priority=priority,
+        cache_salt=cache_salt,
+        arrival_time=arrival_time,
+    )
+
+
+def expected_tokens(request: Request) -> list[int]:
+    """Return the output that `request` has to get, whoever its neighbours are."""
+    token_ids = list(request.prompt_token_ids)
+    params = request.params
+    stops = {*request.eos_token_ids} if not params.ignore_eos else set()
+    stops |= {*params.stop_token_ids}
+    output: list[int] = []
+    while len(token_ids) < request.max_total_tokens:
+        output.append(_sample(_attend(_embed(token_ids, 0)), request.seed))
+        token_ids.append(output[-1])
+        if output[-1] in stops and len(output) > params.min_tokens:
+            break
+    return output
+
+
+def expected_prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...]:
+    """Return what a request that asked for `prompt_logprobs` has to get with its first token."""
+    states = _attend(_embed(request.prompt_token_ids, 0))
+    return (None, *(_logprob(state) for state in states[:-1]))
+
+
+@dataclass(kw_only=True)
+class FakeLogits:
+    """Outcome of `FakeRunner.forward`: per sampling row the history that the last layer read."""
+
+    histories: list[np.ndarray]
+    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]]
+
+
+class FakeRunner:
+    """Stands in for `jaxinfer.model_runner.ModelRunner`: `forward`, `sample`, `fetch`.
+
+    Everything it needs of a request's pages and tokens is read in `forward`, when the real runner
+    packs its arrays; the calls take effect in their order, as on a device.
+
+    Attributes:
+        corrupt: `(request, position)` → whether the logits there hold a NaN.
+        num_tokens_run: Tokens computed so far, repetitions included.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        corrupt: Callable[[Request, int], bool] = lambda request, position: False,
+    ):
+        self.page_size = page_size
+        self.corrupt = corrupt
+        self.num_tokens_run = 0
+        rng = np.random.default_rng(0)
+        # Never-written memory holds noise, so that reading it is noticed.
+        self._layers = rng.integers(2**63, size=(2, num_pages * page_size), dtype=np.uint64)
+        self._last_sampled: list[int] = []
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.fetch(self.sample(plan, self.forward(plan)))
+
+    def forward(self, plan: StepPlan) -> FakeLogits:
+        """Compute the planned tokens; layer by layer, writes before reads."""
+        layer0, layer1 = self._layers
+        slots = [self._slots(row.request, row.end) for row in plan.rows]
+        written = np.concatenate([s[row.start :] for row, s in zip(plan.rows, slots, strict=True)])
+        assert np.unique(written).size == plan.num_tokens, "two tokens want the same slot"
+        for row, row_slots in zip(plan.rows, slots, strict=True):
+            layer0[row_slots[row.start :]] = _embed(self._token_ids(row), row.start)
+        for row, row_slots in zip(plan.rows, slots, strict=True):
+            layer1[row_slots[row.start :]] = _attend(layer0[row_slots])[row.start :]
+        self.num_tokens_run += plan.num_tokens
+        histories, prompt_logprobs = [], {}
+        for row, row_slots in zip(plan.rows, slots, strict=True):
+            history = layer1[row_slots]
+            if row.samples:
+                histories.append(history)
+            request = row.request
+            last = min(row.end, request.num_prompt_tokens - 1)
+            if request.params.prompt_logprobs is not None and row.start < last:
+                states = history[row.start : last]
+                prompt_logprobs[request.request_id] = tuple(map(_logprob, states))
+        return FakeLogits(histories=histories, prompt_logprobs=prompt_logprobs)
+
+    def sample(self, plan: StepPlan, logits: FakeLogits, masks: object = None) -> StepResult:
+        """Draw a token per sampling row; the next `forward` may take them from here."""
+        rows = plan.sampling_rows
+        corrupted = tuple(self.corrupt(row.request, row.end) for row in rows)
+        token_ids = tuple(
+            -1 if bad else _sample(history, row.request.seed)
+            for row, history, bad in zip(rows, logits.histories, corrupted, strict=True)
+        )
+        self._last_sampled = [max(token_id, 0) for token_id in token_ids]
+        return StepResult(
+            token_ids=token_ids,
+            corrupted=corrupted,
+            logprobs=tuple(
+                None if row.request.params.logprobs is None else _logprob(history[-1])
+                for row, history in zip(rows, logits.histories, strict=True)
+            ),
+            prompt_logprobs=logits.prompt_logprobs,
+        )
+
+    def fetch(self, sampled: StepResult) -> StepResult:
+        return sampled
+
+    def _slots(self, request: Request, end: int) -> np.ndarray:
+        positions = np.arange(end)
+        page_ids = np.asarray(request.page_ids)
+        return page_ids[positions // self.page_size] * self.page_size + positions % self.page_size
+
+    def _token_ids(self, row) -> list[int]:
+        token_ids = row.request.token_ids[row.start : row.end]
+        if row.pending_row >= 0:
+            token_ids.append(self._last_sampled[row.pending_row])
+        assert len(token_ids) == row.num_scheduled_tokens, "a token that nobody knows"
+        return token_ids
+
+
+class StepLoop:
+    """The engine's loop around a scheduler and a runner, plain or overlapped; one thread.
+
+    Attributes:
+        plans: Every plan so far.
+        outputs: Every output so far, in order.
+        max_steps: More steps than that without an end are taken for a hang.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: FakeRunner, *, overlap: bool, max_steps: int = 10_000
+    ):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.overlap = overlap
+        self.max_steps = max_steps
+        self.plans: list[StepPlan] = []
+        self.outputs: list[TokenOutput] = []
+        self._in_flight: tuple[StepPlan, StepResult] | None = None
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished or self._in_flight is not None
+
+    def step(self) -> list[TokenOutput]:
+        plan = self.scheduler.schedule()
+        self.plans.append(plan)
+        outputs = self._overlapped(plan) if self.overlap else self._plain(plan)
+        self.outputs += outputs
+        return outputs
+
+    def _plain(self, plan: StepPlan) -> list[TokenOutput]:
+        return self.scheduler.update(plan, self.runner.run(plan)) if plan else []
+
+    def _overlapped(self, plan: StepPlan) -> list[TokenOutput]:
+        logits = self.runner.forward(plan) if plan else None
+        outputs: list[TokenOutput] = []
+        if self._in_flight is not None:
+            previous, sampled = self._in_flight
+            outputs = self.scheduler.update(previous, self.runner.fetch(sampled))
+        self._in_flight = (plan, self.runner.sample(plan, logits)) if plan else None
+        return outputs
+
+    def run(self) -> dict[str, list[int]]:
+        """Step until all is done; return each request's output tokens."""
+        for _ in range(self.max_steps):
+            if not self.has_unfinished:
+                return self.tokens()
+            self.step()
+        raise AssertionError(f"not done after {self.max_steps} steps")
+
+    def tokens(self) -> dict[str, list[int]]:
+        tokens: dict[str, list[int]] = {}
+        for output in self.outputs:
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+        return tokens
