@@ -45,7 +45,7 @@ types: $(STAMP) ## Check types
 	$(PYTHON) -m pyrefly check --progress-bar=no
 
 docs: $(STAMP) ## Build the documentation into site/; any warning is an error
-	$(PYTHON) -m mkdocs --quiet build --strict
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs --quiet build --strict
 
 # Fast failures first: the tests take longest, so they come last.
 ci: $(STAMP) ## Everything that has to pass before a change goes in

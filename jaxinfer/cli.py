@@ -189,28 +189,36 @@ def convert(
     destination: Annotated[
         Path, typer.Argument(help="The folder to make; must not exist.", metavar="DST")
     ],
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32 or bfloat16.")] = "bfloat16",
 ) -> None:
     """Write a model in the engine's own layout, which loads fast and shards on reading."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     from jaxinfer.convert import convert as run
 
-    run(source, destination)
+    with Progress(console=Console(stderr=True)) as bars:
+        task = bars.add_task("Converting", total=None)
+        run(
+            source,
+            str(destination),
+            dtype=dtype,
+            on_progress=lambda done, total: bars.update(task, completed=done, total=total),
+        )
     typer.echo(f"wrote {destination}; try: jaxinfer serve --model {destination}")
 
 
 @app.command()
 def models() -> None:
     """List the models at hand and the architectures that are supported."""
-    from checkpoints import CheckpointError, resolve_source
+    from checkpoints import installed_models
     from jaxinfer.models import supported_families
 
-    try:
-        default = resolve_source(None)
-        typer.echo(f"default model: {default.name} ({default.stat().st_size / 1e6:.0f} MB)")
-        typer.echo(f"  {default}")
-    except CheckpointError as error:
-        typer.echo(f"default model: {error}")
-    for line in _downloaded_models():
-        typer.echo(line)
+    found = installed_models()
+    typer.echo("installed models:" if found else "no model is installed")
+    for model in found:
+        typer.echo(f"  {model.name} ({model.size_bytes / 1e6:.0f} MB, {model.origin})")
+        typer.echo(f"    {model.path}")
     typer.echo("supported architectures:")
     for family in supported_families():
         typer.echo(f"  {family.name}: {', '.join(family.architectures)}")
@@ -227,17 +235,6 @@ def version() -> None:
             typer.echo(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:  # run from a folder that was never installed
             typer.echo(f"{package} (not installed as a package)")
-
-
-def _downloaded_models() -> Iterator[str]:
-    """Yield a line for each model in the cache of the Hugging Face hub."""
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    with contextlib.suppress(CacheNotFound):
-        for repo in sorted(scan_cache_dir().repos, key=lambda repo: repo.repo_id):
-            if repo.repo_type == "model":
-                yield f"downloaded: {repo.repo_id} ({repo.size_on_disk / 1e6:.0f} MB)"
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.cli import app
 from jaxinfer.cli_options import attribute_docs
 from jaxinfer.config import EngineConfig
+from jaxinfer.request import FinishReason
 from tests.unit.faces.fakes import FakeEngine, loaded
 
 
@@ -42,6 +42,7 @@ class Engines:
     def __init__(self) -> None:
         self.fake = FakeEngine(script="an answer")
         self.generation_config: dict[str, Any] = {}
+        self.scripts: list[str] = []  # what the first requests produce
         self.prompts: list[str] = []
         self.params: list[Any] = []
         self.config: EngineConfig | None = None
@@ -56,6 +57,8 @@ class Engines:
         def note(request_id: str, prompt_token_ids: list[int], params: Any, **rest: Any) -> None:
             self.prompts.append(bytes(prompt_token_ids).decode())
             self.params.append(params)
+            if self.scripts:
+                self.fake.script = [*self.scripts.pop(0).encode()]
             add_request(request_id, prompt_token_ids, params, **rest)
 
         self.fake.add_request = note
@@ -118,7 +121,9 @@ def test_every_setting_has_a_sentence_in_the_help():
     shown = " ".join(run("serve", "--help").stdout.split())
     for text in docs.values():
         # The help breaks lines, also after a hyphen.
-        assert text.replace("`", "")[:30].replace("-", "") in shown.replace("- ", "").replace("-", "")
+        assert text.replace("`", "")[:30].replace("-", "") in shown.replace("- ", "").replace(
+            "-", ""
+        )
 
 
 @pytest.mark.parametrize("command", ["serve", "generate", "chat", "convert"])
@@ -189,7 +194,8 @@ def test_answer_that_is_cut_says_so(engines: Engines):
 
 def test_generate_refuses_a_prompt_that_cannot_be_served(engines: Engines):
     result = run("generate", "", "--raw")
-    assert (result.exit_code, result.stderr) == (2, "\nerror: prompt must not be empty\n"[1:])
+    assert result.exit_code == 2
+    assert result.stderr == "error: prompt must not be empty\n"
 
 
 def test_generate_for_one_person_runs_one_sequence(engines: Engines):
@@ -228,31 +234,61 @@ def test_conversation_that_outgrows_the_context_leaves_the_chat_usable(engines: 
 @pytest.mark.skipif(os.name == "nt", reason="ctrl-C cannot be sent to one thread on Windows")
 def test_ctrl_c_stops_the_answer_and_not_the_chat(engines: Engines):
     main_thread = threading.get_ident()
-
-    def interrupt(step: int) -> None:
-        if step == 3:
-            signal.pthread_kill(main_thread, signal.SIGINT)
-        if step > 3 and len(engines.prompts) == 1:
-            # The answer is endless: only the abort ends it.
-            engines.fake.script = [*b"more "] * 100_000
-
-    engines.fake.script = [*b"more "] * 100
     engines.fake.max_model_len = 100_000
-    engines.fake.on_step = interrupt
-    result = run("chat", "--max-tokens", "4", stdin="one\n")
+    engines.fake.on_step = lambda number: (
+        signal.pthread_kill(main_thread, signal.SIGINT) if number == 3 else None
+    )
+    engines.scripts = ["on and on " * 9_000, "an answer"]
+    result = run("chat", "--max-tokens", "90000", stdin="one\ntwo\n")
     assert result.exit_code == 0
-    result = run("chat", stdin="two\n/exit\n")
-    assert result.exit_code == 0
+    assert [reason for _, reason in engines.fake.aborted] == [FinishReason.ABORT]
+    assert result.stdout.endswith("an answer\n> \n")
+    # What was said until then is remembered.
+    assert engines.prompts[1].startswith("user: one\nassistant: on")
 
 
-def test_convert_names_its_result(monkeypatch: pytest.MonkeyPatch):
-    calls = []
-    convert = ModuleType("jaxinfer.convert")
-    convert.convert = lambda source, destination: calls.append((source, destination))
-    monkeypatch.setitem(sys.modules, "jaxinfer.convert", convert)
-    result = run("convert", "model.gguf", "folder")
-    assert calls == [("model.gguf", Path("folder"))]
+@pytest.mark.skipif(os.name == "nt", reason="ctrl-C cannot be sent to one thread on Windows")
+def test_ctrl_c_ends_generate_with_the_shells_exit_code(engines: Engines):
+    main_thread = threading.get_ident()
+    engines.fake.max_model_len = 100_000
+    engines.fake.on_step = lambda number: (
+        signal.pthread_kill(main_thread, signal.SIGINT) if number == 3 else None
+    )
+    engines.scripts = ["on and on " * 9_000]
+    result = run("generate", "one", "--max-tokens", "90000")
+    assert result.exit_code == 130
+    assert result.stdout.startswith("on")
+    assert "tokens, first after" in result.stderr
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Stands in for `jaxinfer.convert`; returns what it was called with."""
+    calls: list[tuple[Any, ...]] = []
+    module = ModuleType("jaxinfer.convert")
+
+    def convert(source: str, destination: str, *, dtype: str, on_progress: Any) -> None:
+        if source == "broken.gguf":
+            raise CheckpointError("broken.gguf: the file ends too early")
+        on_progress(1, 2)
+        calls.append((source, destination, dtype))
+
+    module.convert = convert
+    monkeypatch.setitem(sys.modules, "jaxinfer.convert", module)
+    return calls
+
+
+def test_convert_names_its_result(conversions):
+    result = run("convert", "model.gguf", "folder", "--dtype", "float32")
+    assert conversions == [("model.gguf", "folder", "float32")]
     assert "jaxinfer serve --model folder" in result.stdout
+
+
+def test_convert_of_a_damaged_file_is_exit_code_2(conversions):
+    result = run("convert", "broken.gguf", "folder")
+    assert result.exit_code == 2
+    assert "error: broken.gguf: the file ends too early\n" in result.stderr
+    assert result.stdout == ""
 
 
 def test_models_lists_what_is_supported():
