@@ -1,0 +1,419 @@
+"""Text in, text out, for many callers at once: one thread steps the engine, asyncio waits for it.
+
+Three parties. *Callers* live on event loops, any number of them: they check and encode a request,
+post a command, and read their `Generation`. The *engine thread* alone touches the engine and the
+`OutputProcessor`: it carries out commands between two steps and sleeps while there is nothing to
+do. A small *pool* encodes long texts, so that no event loop waits for a tokenizer.
+
+Nothing is queued per token: the engine thread adds to the request's `Generation` and wakes its
+reader, who takes all that has come. A slow reader gets larger pieces and costs no memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxinfer.generation import Generation
+from jaxinfer.input_processor import InputProcessor, Prompt, default_sampling_params
+from jaxinfer.metrics import EngineStats, RequestObserver
+from jaxinfer.output_processor import OutputProcessor
+from jaxinfer.outputs import RequestOutput
+from jaxinfer.request import FinishReason
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxinfer.loading import LoadedModel
+
+logger = logging.getLogger(__name__)
+
+# Characters (or token ids) from which encoding leaves the event loop. Empirical: a few thousand
+# characters take about a millisecond, a hop to the pool and back a tenth of one.
+_LONG = 4096
+# A step in flight is waited for at shutdown, but not for ever.
+_LAST_STEP_TIMEOUT_S = 60.0
+
+
+class AsyncEngine:
+    """Serves one model to any number of event loops and threads.
+
+    Ready when constructed; needs no running event loop for that.
+
+    Args:
+        loaded: The model, from `jaxinfer.loading.load`. Its engine belongs to this object now.
+        observer: Hears of latencies, on the engine thread.
+
+    Example:
+        ```python
+        engine = AsyncEngine.from_config(EngineConfig())
+        async for output in engine.generate("Once upon", SamplingParams(max_tokens=32), delta=True):
+            print(output.outputs[0].text, end="", flush=True)
+        ```
+    """
+
+    def __init__(self, loaded: LoadedModel, *, observer: RequestObserver | None = None):
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.config: EngineConfig = loaded.config
+        self.model_name: str = loaded.name
+        self.max_model_len: int = loaded.engine.max_model_len
+        self._engine = loaded.engine
+        self._defaults = default_sampling_params(loaded.generation_config)
+        self._inputs = InputProcessor(
+            loaded.tokenizer,
+            max_model_len=loaded.engine.max_model_len,
+            vocab_size=loaded.engine.vocab_size,
+            max_logprobs=loaded.config.max_logprobs,
+            seed=loaded.config.seed,
+        )
+        self._outputs = OutputProcessor(observer)
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jaxinfer-encode")
+        # Guards what follows; the engine thread waits on it.
+        self._work = threading.Condition()
+        self._commands: list[Callable[[], None]] = []
+        self._live: dict[str, Generation] = {}
+        self._closing = False
+        self._dead: BaseException | None = None
+        self._busy_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
+        self._thread.start()
+        # A daemon thread that is inside the device runtime when Python ends crashes the process.
+        atexit.register(self.shutdown)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: EngineConfig | None = None,
+        *,
+        observer: RequestObserver | None = None,
+        progress: bool = True,
+    ) -> AsyncEngine:
+        """Load the model that `config` names and serve it.
+
+        Raises:
+            ConfigError, ModelError, checkpoints.CheckpointError: It cannot be loaded.
+        """
+        from jaxinfer import loading  # checkpoints and devices: nothing that `__init__` needs
+
+        return cls(loading.load(config or EngineConfig(), progress=progress), observer=observer)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served: neither broken nor shut down."""
+        return self._dead is None and not self._closing and self._thread.is_alive()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's counters; to be read, not kept."""
+        return self._engine.stats
+
+    @property
+    def num_live_requests(self) -> int:
+        """Requests accepted and not yet ended."""
+        return len(self._live)
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the last sign of progress while there is work; 0 when idle."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's makers recommend."""
+        return self._defaults
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        delta: bool = False,
+        final_only: bool = False,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the request's results as they come; the last has `finished` set.
+
+        Closing the iterator, cancelling the task that waits in it, or an exception in the loop's
+        body (once the iterator is closed) aborts the request before the next step.
+
+        Args:
+            prompt: Text, token ids, or a mapping with "prompt" and/or "prompt_token_ids".
+            params: How to sample; None for the model's defaults.
+            request_id: A name unique among live requests; None makes one up.
+            priority: Lower runs first under the "priority" policy.
+            cache_salt: Prefix pages are shared only among equal salts.
+            delta: Each result holds only what is new, and only the samples with something new,
+                instead of everything so far.
+            final_only: Yield only the last, complete result.
+
+        Raises:
+            InvalidRequestError: The request can never be served; raised before anything is yielded.
+            QueueFullError: Too many requests wait.
+            EngineDeadError: The engine broke, now or before, or was shut down.
+        """
+        self._check_alive()
+        arrival_time = time.monotonic()
+        params = self._defaults if params is None else params
+        request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
+        prepare = partial(
+            self._inputs.prepare,
+            request_id,
+            prompt,
+            params,
+            # Drawn here: in the pool, the order of arrival would be lost.
+            base_seed=self._inputs.base_seed(params) if isinstance(params, SamplingParams) else 0,
+            priority=priority,
+            cache_salt=cache_salt,
+            arrival_time=arrival_time,
+        )
+        prepared = await self._off_loop(prepare) if _is_long(prompt) else prepare()
+        bell = _Bell(asyncio.get_running_loop(), gone=partial(self.abort, request_id))
+        generation = Generation(
+            prepared, self.tokenizer, delta=delta, final_only=final_only, notify=bell.ring
+        )
+        self._submit(generation)
+        finished = False
+        try:
+            while not finished:
+                output = generation.take()
+                if output is None:
+                    await bell.wait()
+                    continue
+                finished = output.finished
+                yield output
+        finally:
+            if not generation.finished:
+                self.abort(request_id)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **generate_kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the model's answer to a conversation; arguments and errors as in `generate`."""
+        prompt = await self.chat_prompt(messages, **(chat_template_kwargs or {}))
+        stream = self.generate(prompt, params, request_id, **generate_kwargs)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Prompt:
+        """Return a conversation as a prompt for `generate`, made off the event loop.
+
+        Raises:
+            InvalidRequestError: There is no chat template, or it cannot render these messages.
+        """
+        self._check_alive()
+        return await self._off_loop(partial(self._inputs.chat_prompt, messages, **template))
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the text's token ids; long texts are encoded off the event loop."""
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._off_loop(encode) if _is_long(text) else encode()
+
+    def abort(self, request_id: str) -> None:
+        """End a request before the next step; its reader gets what there is, finish reason "abort".
+
+        Callable from any thread; an unknown id is no error, for the request may just have ended.
+        """
+        self._post(partial(self._abort, request_id))
+
+    def shutdown(self, drain_timeout_s: float = 0.0) -> None:
+        """Refuse new requests, give running ones that long, abort the rest, stop the thread.
+
+        Blocks; on an event loop, call it through `asyncio.to_thread`. A second call is harmless.
+        """
+        atexit.unregister(self.shutdown)
+        with self._work:
+            self._closing = True
+            self._work.notify()
+        if self._thread is threading.current_thread():
+            return
+        self._thread.join(drain_timeout_s)
+        if self._thread.is_alive():
+            with self._work:
+                running = list(self._live)
+            for request_id in running:
+                self.abort(request_id)
+            self._thread.join(_LAST_STEP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.error("the engine thread is still in a step after %s s", _LAST_STEP_TIMEOUT_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    # On the callers' threads.
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise _dead_error(self._dead)
+        if self._closing:
+            raise EngineDeadError("the engine was shut down; build a new one")
+
+    async def _off_loop(self, function: Callable[[], Any]) -> Any:
+        try:
+            future = self._pool.submit(function)
+        except RuntimeError:
+            self._check_alive()
+            raise
+        return await asyncio.wrap_future(future)
+
+    def _submit(self, generation: Generation) -> None:
+        with self._work:
+            self._check_alive()
+            if generation.request_id in self._live:
+                raise InvalidRequestError(
+                    f"request_id {generation.request_id!r:.80} is in use by a live request; "
+                    "choose another",
+                    "request_id",
+                )
+            self._live[generation.request_id] = generation
+            self._commands.append(partial(self._add, generation))
+            self._work.notify()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._work:
+            self._commands.append(command)
+            self._work.notify()
+
+    # On the engine thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._carry_out_commands()
+                if self._engine.has_unfinished():
+                    self._step()
+                self._busy_since = time.monotonic() if self._engine.has_unfinished() else None
+                if self._busy_since is None:
+                    self._engine.check_integrity()
+        except BaseException as error:  # readers must hear of it, whatever it is
+            self._die(error)
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is something to do; return False when there never will be."""
+        with self._work:
+            while not self._commands and not self._engine.has_unfinished():
+                if self._closing:
+                    return False
+                self._work.wait()
+        return True
+
+    def _carry_out_commands(self) -> None:
+        with self._work:
+            commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+
+    def _step(self) -> None:
+        self._busy_since = time.monotonic()
+        touched, to_abort = self._outputs.process(self._engine.step())
+        for sample_id in to_abort:
+            self._engine.abort(sample_id, FinishReason.STOP)
+        for generation in touched:
+            if generation.finished:
+                self._forget(generation)
+            generation.tell()
+
+    def _add(self, generation: Generation) -> None:
+        """Hand a request to the engine, all samples or none."""
+        added = []
+        try:
+            for sample in generation.samples:
+                request = generation.prepared.engine_request(sample.index)
+                self._engine.add_request(**request)
+                added.append(request["request_id"])
+        except (InvalidRequestError, QueueFullError) as error:
+            for sample_id in added:
+                self._engine.abort(sample_id)
+            self._forget(generation)
+            generation.fail(error)
+        else:
+            self._outputs.add(generation)
+
+    def _abort(self, request_id: str) -> None:
+        generation, sample_ids = self._outputs.abort(request_id)
+        if generation is None:
+            return
+        for sample_id in sample_ids:
+            self._engine.abort(sample_id)
+        self._forget(generation)
+        generation.tell()
+        logger.info(
+            "aborted request %s after %d tokens", request_id, generation.num_generation_tokens
+        )
+
+    def _forget(self, generation: Generation) -> None:
+        with self._work:
+            self._live.pop(generation.request_id, None)
+
+    def _die(self, error: BaseException) -> None:
+        logger.critical("the engine broke and stops serving", exc_info=error)
+        with self._work:
+            self._dead = error
+            waiting, self._live = list(self._live.values()), {}
+            self._commands.clear()
+        self._busy_since = None
+        for generation in waiting:
+            self._outputs.remove(generation)
+            generation.fail(_dead_error(error))
+
+
+class _Bell:
+    """Wakes one reader on its event loop from another thread. Rings are not counted."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, gone: Callable[[], None]):
+        self._loop = loop
+        self._gone = gone
+        self._event = asyncio.Event()
+        self._ringing = False
+
+    def ring(self) -> None:
+        """Wake the reader; on the engine thread. If its event loop is gone, so is the reader."""
+        if self._ringing:
+            return  # the loop has not come round to the last ring: it will see this news with it
+        self._ringing = True
+        try:
+            self._loop.call_soon_threadsafe(self._wake)
+        except RuntimeError:
+            self._gone()
+
+    async def wait(self) -> None:
+        """Return once it rang since the last `wait`."""
+        await self._event.wait()
+        self._event.clear()
+
+    def _wake(self) -> None:
+        self._ringing = False
+        self._event.set()
+
+
+def _is_long(prompt: Any) -> bool:
+    if isinstance(prompt, Mapping):
+        return any(_is_long(value) for value in prompt.values() if not isinstance(value, Mapping))
+    return hasattr(prompt, "__len__") and len(prompt) > _LONG
+
+
+def _dead_error(cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(
+        f"the engine broke and serves nothing more ({type(cause).__name__}: {cause}); "
+        "the log has the traceback; restart it"
+    )
+    error.__cause__ = cause
+    return error

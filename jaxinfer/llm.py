@@ -1,0 +1,410 @@
+"""The offline API: `LLM(model).generate(prompts)`.
+
+No server, no event loop, no thread of its own: the caller's thread steps the engine. Names of
+arguments and results are vLLM's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
+from jaxinfer.generation import Generation, Sample
+from jaxinfer.input_processor import (
+    InputProcessor,
+    PreparedRequest,
+    Prompt,
+    default_sampling_params,
+)
+from jaxinfer.metrics import EngineStats
+from jaxinfer.output_processor import OutputProcessor
+from jaxinfer.outputs import RequestOutput
+from jaxinfer.request import FinishReason
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxinfer.loading import LoadedModel
+
+type Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model in this process. Calls from several threads wait for each other.
+
+    Args:
+        model: A GGUF or safetensors file, a folder, a hub id, or None for the embedded default.
+        settings: Fields of `EngineConfig`.
+
+    Raises:
+        ConfigError, ModelError, checkpoints.CheckpointError: It cannot be loaded.
+
+    Example:
+        ```python
+        with LLM(max_model_len=2048) as llm:
+            for output in llm.generate(["Hello", "Once upon"], SamplingParams(temperature=0.0)):
+                print(output.outputs[0].text)
+        ```
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any):
+        config = _config(model, settings)
+        from jaxinfer import loading  # checkpoints and devices: nothing that `from_loaded` needs
+
+        self._start(loading.load(config))
+
+    @classmethod
+    def from_loaded(cls, loaded: LoadedModel) -> Self:
+        """Return an `LLM` around a loaded model, whose engine belongs to it from now on."""
+        llm = cls.__new__(cls)
+        llm._start(loaded)
+        return llm
+
+    def _start(self, loaded: LoadedModel) -> None:
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.config: EngineConfig = loaded.config
+        self.model_name: str = loaded.name
+        self._engine = loaded.engine
+        self._defaults = default_sampling_params(loaded.generation_config)
+        self._inputs = InputProcessor(
+            loaded.tokenizer,
+            max_model_len=loaded.engine.max_model_len,
+            vocab_size=loaded.engine.vocab_size,
+            max_logprobs=loaded.config.max_logprobs,
+            seed=loaded.config.seed,
+        )
+        self._outputs = OutputProcessor()
+        self._names = itertools.count()
+        self._lock = threading.Lock()
+        self._unusable = ""  # why, once it is
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's counters; to be read, not kept."""
+        return self._engine.stats
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's makers recommend; used where a call gives no parameters."""
+        return self._defaults
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Literal["always"] = True,
+    ) -> list[RequestOutput]:
+        """Return one result per prompt, in their order.
+
+        Ctrl-C ends the batch after the step in flight; the next call works.
+
+        Args:
+            prompts: One prompt or a list: text, token ids, or a mapping with "prompt" and/or
+                "prompt_token_ids".
+            sampling_params: For all, or one per prompt; None for the model's defaults.
+            use_tqdm: A progress bar for batches, if standard error is a terminal; "always" shows
+                it anyway.
+
+        Raises:
+            InvalidRequestError: A prompt or its parameters cannot be served; the message names its
+                index in a list. Nothing was run.
+            EngineDeadError: The engine broke, now or before, or was shut down.
+        """
+        single = _is_single(prompts)
+        batch = [prompts] if single else list(prompts)
+        return self._run(batch, sampling_params, "" if single else "prompts", use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Literal["always"] = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Return the model's answer to one conversation or to each of a list.
+
+        Args:
+            messages: A list of messages, or a list of such lists.
+            sampling_params: As for `generate`.
+            use_tqdm: As for `generate`.
+            chat_template_kwargs: For the chat template: `add_generation_prompt`,
+                `continue_final_message`, `tools`, and what the template itself understands.
+            template_kwargs: The same, spelled as arguments.
+
+        Raises:
+            InvalidRequestError: As for `generate`, or the chat template refuses the messages.
+            EngineDeadError: As for `generate`.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if single else list(messages)
+        where = "" if single else "messages"
+        template = {**(chat_template_kwargs or {}), **template_kwargs}
+        prompts = []
+        for i, conversation in enumerate(conversations):
+            with _naming(where, i):
+                prompts.append(self._inputs.chat_prompt(conversation, **template))
+        return self._run(prompts, sampling_params, where, use_tqdm)
+
+    def shutdown(self) -> None:
+        """Let go of the engine, and with it of the device's memory."""
+        with self._lock:
+            self._unusable = "this LLM was shut down; build a new one"
+            self._engine = None
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        where: str,
+        use_tqdm: bool | Literal["always"],
+    ) -> list[RequestOutput]:
+        with self._lock:
+            if self._unusable:
+                raise EngineDeadError(self._unusable)
+            params = self._params_for(prompts, sampling_params)
+            requests = []
+            for i, prompt in enumerate(prompts):
+                with _naming(where, i):
+                    requests.append(self._inputs.prepare(str(next(self._names)), prompt, params[i]))
+            generations = [Generation(r, self.tokenizer, final_only=True) for r in requests]
+            bar = _ProgressBar if _shows_progress(use_tqdm, len(prompts)) else _NoProgressBar
+            try:
+                with _interrupts_between_steps() as interrupted, bar(requests) as progress:
+                    self._finish(generations, where, progress, interrupted)
+            except BaseException:
+                self._abort(generations)
+                raise
+            return [_result(generation) for generation in generations]
+
+    def _params_for(
+        self,
+        prompts: Sequence[Prompt],
+        given: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self._defaults
+        if not isinstance(given, Sequence):
+            return [given] * len(prompts)
+        if len(given) != len(prompts):
+            raise InvalidRequestError(
+                f"expected one SamplingParams for all {len(prompts)} prompts or one for each, got "
+                f"{len(given)}",
+                "sampling_params",
+            )
+        return given
+
+    def _finish(
+        self,
+        generations: Sequence[Generation],
+        where: str,
+        progress: _NoProgressBar,
+        interrupted: threading.Event,
+    ) -> None:
+        """Step until every generation has ended."""
+        waiting = deque((i, g, sample) for i, g in enumerate(generations) for sample in g.samples)
+        for generation in generations:
+            self._outputs.add(generation)
+        while True:
+            self._feed(waiting, where)
+            if not waiting and not self._engine.has_unfinished():
+                break
+            try:
+                outputs = self._engine.step()
+            except Exception as error:
+                raise self._broken(error) from error
+            touched, to_abort = self._outputs.process(outputs)
+            for sample_id in to_abort:
+                self._engine.abort(sample_id, FinishReason.STOP)
+            progress.update(touched)
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+        self._check_integrity()
+
+    def _feed(self, waiting: deque[tuple[int, Generation, Sample]], where: str) -> None:
+        """Hand over as many samples as the engine's queue takes."""
+        while waiting:
+            index, generation, sample = waiting[0]
+            try:
+                with _naming(where, index):
+                    self._engine.add_request(**generation.prepared.engine_request(sample.index))
+            except QueueFullError:
+                if not self._engine.has_unfinished():
+                    raise
+                return
+            waiting.popleft()
+
+    def _abort(self, generations: Iterable[Generation]) -> None:
+        for generation in generations:
+            _, sample_ids = self._outputs.abort(generation.request_id)
+            for sample_id in sample_ids:
+                if not self._unusable:
+                    self._engine.abort(sample_id)
+        if not self._unusable and not self._engine.has_unfinished():
+            self._check_integrity()
+
+    def _check_integrity(self) -> None:
+        try:
+            self._engine.check_integrity()
+        except Exception as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> EngineDeadError:
+        self._unusable = (
+            f"the engine broke and serves nothing more ({type(error).__name__}: {error}); "
+            "build a new LLM"
+        )
+        return EngineDeadError(self._unusable)
+
+
+def _config(model: str | None, settings: Mapping[str, Any]) -> EngineConfig:
+    known = EngineConfig.field_names()
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(known)}"
+            raise ConfigError(f"LLM has no setting {name!r}: {hint}")
+    return EngineConfig(model=model, **settings)
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Return whether this is one prompt, and not a list of them."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Sequence):
+        return getattr(prompts, "ndim", 1) == 1
+    if not prompts:
+        return False
+    first = prompts[0]
+    return not isinstance(first, str | Mapping | Sequence) and getattr(first, "ndim", 0) == 0
+
+
+def _result(generation: Generation) -> RequestOutput:
+    output = generation.take()
+    assert output is not None, f"request {generation.request_id} ended without a result"
+    return output
+
+
+@contextmanager
+def _naming(where: str, index: int) -> Iterator[None]:
+    """Say of which entry of a list an error speaks."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        if not where:
+            raise
+        raise InvalidRequestError(f"{where}[{index}]: {error}", error.param) from error
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[threading.Event]:
+    """Hold the first Ctrl-C back until the step in flight is done; the second acts at once.
+
+    A step cut in the middle would leave scheduler and device of two minds about who got a token.
+    """
+    interrupted = threading.Event()
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not ours:
+        yield interrupted
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            signal.default_int_handler(number, frame)
+        interrupted.set()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted.is_set():  # after the last step, but not lost
+        raise KeyboardInterrupt
+
+
+def _shows_progress(use_tqdm: bool | Literal["always"], num_prompts: int) -> bool:
+    return use_tqdm == "always" or (use_tqdm and num_prompts > 1 and sys.stderr.isatty())
+
+
+class _NoProgressBar:
+    """Shows nothing."""
+
+    def __init__(self, requests: Sequence[PreparedRequest]):
+        self._requests = requests
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def update(self, touched: Sequence[Generation]) -> None:
+        """Take note of the requests that got tokens."""
+
+
+class _ProgressBar(_NoProgressBar):
+    """Prompts done, and the speed of reading and writing so far."""
+
+    def __enter__(self) -> Self:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("Prompts"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[speed]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("", total=len(self._requests), speed="")
+        self._num_input = self._num_output = 0
+        self._seen: dict[str, int] = {}
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def update(self, touched: Sequence[Generation]) -> None:
+        for generation in touched:
+            if generation.request_id not in self._seen:
+                self._num_input += len(generation.prepared.prompt_token_ids)
+            num_tokens = generation.num_generation_tokens
+            self._num_output += num_tokens - self._seen.get(generation.request_id, 0)
+            self._seen[generation.request_id] = num_tokens
+        elapsed = max(self._progress.tasks[0].elapsed or 0.0, 1e-6)
+        speed = (
+            f"in {self._num_input / elapsed:.0f} tok/s, out {self._num_output / elapsed:.0f} tok/s"
+        )
+        self._progress.update(
+            self._task,
+            advance=sum(g.finished for g in touched),
+            speed=speed,
+        )
