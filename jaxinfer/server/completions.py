@@ -1,0 +1,134 @@
+"""`POST /v1/completions`: a batch of prompts in, their continuations out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import ClassVar
+
+from starlette.responses import Response
+
+from jaxinfer.outputs import Logprob
+from jaxinfer.server.call import Call
+from jaxinfer.server.logprobs import prompt_logprobs
+from jaxinfer.server.prompt_batch import Delta, EncodedPrompt, PromptBatch
+from jaxinfer.server.protocol import CompletionRequest
+from jaxinfer.server.responses import Completion, CompletionChoice, CompletionLogprobs
+from jaxinfer.server.streaming import event, stream_response, until_disconnect
+
+JSON = "application/json"
+
+
+class CompletionCall(Call[CompletionRequest]):
+    """One request to `/v1/completions`."""
+
+    id_prefix: ClassVar[str] = "cmpl"
+
+    async def respond(self) -> Response:
+        """Return the answer, whole or as a stream.
+
+        Raises:
+            InvalidRequestError, QueueFullError, EngineDeadError, ClientDisconnect,
+            GenerationFailedError: Mapped to statuses by `errors`.
+        """
+        prompts = [await self._encode(prompt) for prompt in self.body.prompt]
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        params = self.body.sampling_params(
+            self.model.generation_config,
+            self.engine.config.max_logprobs,
+            self.engine.max_model_len - longest,
+        )
+        batch = self.batch(prompts, params)
+        if self.body.stream:
+            return await stream_response(self.receive, self._events(batch))
+        choices = await until_disconnect(self.receive, batch.choices())
+        answer = Completion(
+            **self.envelope,
+            choices=[self._choice(batch, choice) for choice in choices],
+            usage=batch.usage(generated=not self.body.only_echo),
+        )
+        return Response(answer.model_dump_json(), media_type=JSON)
+
+    async def _events(self, batch: PromptBatch) -> AsyncGenerator[bytes]:
+        num_sent = [0] * batch.num_choices
+        generated = not self.body.only_echo
+        async with aclosing(batch.deltas()) as deltas:
+            async for delta in deltas:
+                if not self._worth_sending(delta):
+                    continue
+                choice = self._choice(batch, delta, num_sent[delta.index])
+                num_sent[delta.index] += len(choice.text)
+                chunk = Completion(**self.envelope, choices=[choice])
+                if self.body.continuous_usage:
+                    chunk.usage = batch.usage(generated=generated)
+                yield event(chunk)
+        if self.body.include_usage:
+            usage = batch.usage(generated=generated)
+            yield event(Completion(**self.envelope, choices=[], usage=usage))
+
+    def _worth_sending(self, delta: Delta) -> bool:
+        """A token whose text is held back says nothing yet, unless it is asked for by id."""
+        body = self.body
+        return bool(
+            delta.text
+            or delta.finish_reason
+            or (delta.first and body.echo)
+            or (delta.token_ids and (body.return_token_ids or body.logprobs is not None))
+        )
+
+    def _choice(self, batch: PromptBatch, delta: Delta, num_sent: int = 0) -> CompletionChoice:
+        """Return a whole choice, or in a stream its new part behind `num_sent` characters."""
+        body = self.body
+        prompt = batch.prompts[delta.prompt_index]
+        echo = bool(body.echo) and delta.first
+        text, token_ids, entries = delta.text, delta.token_ids, delta.logprobs
+        if body.only_echo:
+            text, token_ids, entries = "", [], []
+        choice = CompletionChoice(
+            index=delta.index,
+            text=self._prompt_text(prompt) + text if echo else text,
+            logprobs=self._logprobs(batch, delta, echo, token_ids, entries, num_sent),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+        if body.only_echo and delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = "length", None
+        if body.return_token_ids:
+            choice.token_ids = token_ids
+            if delta.first:
+                choice.prompt_token_ids = prompt.token_ids
+        asked = batch.prompt_logprobs[delta.prompt_index]
+        if body.prompt_logprobs is not None and asked is not None:
+            choice.prompt_logprobs = prompt_logprobs(prompt.token_ids, asked, body.prompt_logprobs)
+        return choice
+
+    def _logprobs(
+        self,
+        batch: PromptBatch,
+        delta: Delta,
+        echo: bool,
+        token_ids: Sequence[int],
+        entries: Sequence[dict[int, Logprob]],
+        num_sent: int,
+    ) -> CompletionLogprobs | None:
+        if self.body.logprobs is None:
+            return None
+        all_ids: list[int] = list(token_ids)
+        all_entries: list[dict[int, Logprob] | None] = list(entries)
+        if echo:
+            all_ids = batch.prompts[delta.prompt_index].token_ids + all_ids
+            all_entries = (batch.prompt_logprobs[delta.prompt_index] or []) + all_entries
+        return self.formatter(self.body.logprobs).completion(all_ids, all_entries, num_sent)
+
+    async def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
+        if isinstance(prompt, list):
+            return EncodedPrompt(token_ids=prompt)
+        add = self.body.add_special_tokens is not False
+        ids = await self.engine.encode(prompt, add_special_tokens=add)
+        return EncodedPrompt(token_ids=ids, text=prompt)
+
+    def _prompt_text(self, prompt: EncodedPrompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        skip = self.body.skip_special_tokens is not False
+        return self.engine.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)

@@ -1,0 +1,125 @@
+"""The engine's log-probabilities → the three shapes of the API.
+
+JSON has no infinities: they are written -9999.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxinfer.outputs import Logprob
+from jaxinfer.server.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from jaxinfer.tokenizer import Tokenizer
+
+# The field's number for "as good as impossible", and for a value that is none.
+LOWEST_LOGPROB = -9999.0
+
+type Entry = Mapping[int, Logprob]
+
+
+class LogprobFormatter:
+    """Shapes log-probabilities for one HTTP request.
+
+    Args:
+        tokenizer: Spells tokens.
+        num_top: How many of the likeliest are shown at each position.
+        as_token_ids: Spell a token as `token_id:123`: two ids may have the same text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, num_top: int, as_token_ids: bool):
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._as_token_ids = as_token_ids
+
+    def completion(
+        self, token_ids: Sequence[int], entries: Sequence[Entry | None], offset: int
+    ) -> CompletionLogprobs:
+        """Return parallel lists; an entry that is None, the first of a prompt, becomes null.
+
+        Args:
+            token_ids: The tokens that stand there.
+            entries: Per token, itself and the likeliest.
+            offset: Characters of the returned text before the first token.
+        """
+        result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, entry in zip(token_ids, entries, strict=False):
+            token = self._spell(token_id)
+            result.tokens.append(token)
+            result.text_offset.append(offset)
+            offset += len(self._tokenizer.token_text(token_id))
+            if entry is None:
+                result.token_logprobs.append(None)
+                result.top_logprobs.append(None)
+                continue
+            own = finite(entry[token_id].logprob)
+            top = {token: own}
+            for i, candidate in _likeliest(entry, self._num_top):
+                name, value = self._spell(i), finite(candidate.logprob)
+                # Two ids of one spelling share a key; the likelier one is what readers look for.
+                top[name] = max(value, top.get(name, value))
+            result.token_logprobs.append(own)
+            result.top_logprobs.append(top)
+        return result
+
+    def chat(self, token_ids: Sequence[int], entries: Sequence[Entry]) -> ChatLogprobs:
+        """Return one record per token."""
+        content = []
+        for token_id, entry in zip(token_ids, entries, strict=False):
+            own = self._top(token_id, entry[token_id])
+            top = [self._top(i, lp) for i, lp in _likeliest(entry, self._num_top)]
+            content.append(
+                TokenLogprob(
+                    token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top
+                )
+            )
+        return ChatLogprobs(content=content)
+
+    def _top(self, token_id: int, logprob: Logprob) -> TopLogprob:
+        # The real bytes, not those of U+FFFD: clients join them to characters that span tokens.
+        raw = list(self._tokenizer.token_bytes(token_id))
+        return TopLogprob(token=self._spell(token_id), logprob=finite(logprob.logprob), bytes=raw)
+
+    def _spell(self, token_id: int) -> str:
+        if self._as_token_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], entries: Iterable[Entry | None], num_top: int
+) -> PromptLogprobs:
+    """Return vLLM's shape: per position a mapping of token id to record, the first null."""
+    result: PromptLogprobs = []
+    for token_id, entry in zip(token_ids, entries, strict=False):
+        if entry is None:
+            result.append(None)
+            continue
+        shown = {token_id: entry[token_id]} | dict(_likeliest(entry, num_top))
+        result.append(
+            {
+                i: PromptLogprob(
+                    logprob=finite(lp.logprob), rank=lp.rank, decoded_token=lp.decoded_token
+                )
+                for i, lp in shown.items()
+            }
+        )
+    return result
+
+
+def finite(logprob: float) -> float:
+    """Return a value that JSON can carry."""
+    return logprob if math.isfinite(logprob) else LOWEST_LOGPROB
+
+
+def _likeliest(entry: Entry, count: int) -> list[tuple[int, Logprob]]:
+    """Return the `count` likeliest; an entry also holds the token that stands there."""
+    ranked = [(i, lp) for i, lp in entry.items() if lp.rank is not None and lp.rank <= count]
+    return sorted(ranked, key=lambda pair: pair[1].rank or 0)[:count]
