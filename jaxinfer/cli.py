@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from jaxinfer.cli_options import engine_options
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import InvalidRequestError, JaxinferError
+from jaxinfer.errors import ConfigError, InvalidRequestError, JaxinferError
 from jaxinfer.terminal import Answer, conversation, read_line, show_error, take_turn
 
 if TYPE_CHECKING:
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
-class _Commands(typer.core.TyperGroup):
+class _Commands(TyperGroup):
     """Commands whose expected errors end in one line on stderr, never in a trace."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -95,12 +97,18 @@ def serve(
     *,
     config: EngineConfig,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = 8000,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    access_log: Annotated[bool, typer.Option(help="Log one line per response.")] = True,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it."""
     from jaxinfer.server.run import serve as run_server
 
-    run_server(config, host=host, port=port)
+    if log_level not in LOG_LEVELS:
+        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {log_level!r}")
+    run_server(config, host=host, port=port, log_level=log_level, access_log=access_log)
 
 
 @app.command(
@@ -238,7 +246,7 @@ def version() -> None:
 
 
 @contextlib.contextmanager
-def _engine(config: EngineConfig) -> Iterator[AsyncEngine]:
+def _engine(config: EngineConfig) -> Generator[AsyncEngine]:
     from jaxinfer.async_engine import AsyncEngine
 
     engine = AsyncEngine.from_config(config)
@@ -262,7 +270,7 @@ def _sampling_params(
     if temperature is None and recommended == SamplingParams():
         temperature = 0.0
     flags = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    given = {name: value for name, value in flags.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
     return dataclasses.replace(recommended, max_tokens=max_tokens, **given)
 
 
