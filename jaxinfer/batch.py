@@ -12,7 +12,7 @@ from typing import Any
 from jaxinfer.request import Request, RequestStatus, TokenLogprobs
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class ScheduledRow:
     """One request's share of a step: tokens [start, start + num_scheduled_tokens).
 

@@ -164,7 +164,7 @@ class PagePool:
         }
         assert not wrong, f"pages with the wrong number of holders: {wrong}"
 
-        states = Counter(self._free) + Counter(self._idle) + Counter(set(held))
+        states = Counter([*self._free, *self._idle, *held])
         lost = sorted(set(range(self.num_pages)) - set(states))
         assert not lost, f"pages neither free, idle nor used: {lost}"
         several = sorted(page_id for page_id, count in states.items() if count > 1)

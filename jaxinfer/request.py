@@ -100,9 +100,8 @@ class Request:
     @property
     def num_lagging_tokens(self) -> int:
         """Tokens that could be computed now; none while the last one of all is in flight."""
-        if self.num_tokens_with_pending >= self.max_total_tokens:
-            return 0
-        return self.num_tokens_with_pending - self.num_computed_tokens
+        num_tokens = self.num_tokens_with_pending
+        return num_tokens - self.num_computed_tokens if num_tokens < self.max_total_tokens else 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -111,6 +110,25 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    def why_done(self) -> tuple[FinishReason | None, int | None]:
+        """Return the finish reason and the stop reason that the newest token brings, if any."""
+        params, token_id = self.params, self.token_ids[-1]
+        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+        is_stop = is_eos or token_id in (params.stop_token_ids or ())
+        if is_stop and self.num_output_tokens > params.min_tokens:
+            return FinishReason.STOP, None if is_eos else token_id
+        if len(self.token_ids) >= self.max_total_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def start_over(self) -> None:
+        """Keep the tokens and forget what was computed of them; the pages have been freed."""
+        self.page_ids = []
+        self.num_hashed_pages = 0
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0
+        self.pending_row = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +148,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class TokenOutput:
     """What one step gave one request.
 
@@ -154,8 +172,8 @@ class TokenOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    error: str | None = None
     num_cached_tokens: int = 0
+    error: str | None = None
     first_scheduled_time: float | None = None
 
     @property

@@ -111,32 +111,27 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan a step and count its tokens as computed. An empty plan means: nothing to do now."""
         rows: list[ScheduledRow] = []
-        budget = self.max_num_batched_tokens
         num_preemptions_before = self.num_preemptions
 
-        # Running requests first, best first. Pages are taken from the worst, that is from the end
-        # of the list, so a request that stands in this plan never loses its pages to a later one.
-        index = 0
-        while index < len(self._running):
-            request = self._running[index]
-            # Each request behind is left a token: nobody stops decoding while the long prompt of
-            # a better one catches up.
-            num_behind = len(self._running) - index - 1
-            num_new_tokens = min(request.num_lagging_tokens, budget - num_behind)
-            if num_new_tokens > 0 and self._make_room(request, num_new_tokens):
+        # Running requests first, best first. Each is sure of one token, so that nobody stops
+        # decoding while a long prompt catches up; the spare ones go to the best. Pages are taken
+        # from the worst, off the end of this list: who stands in the plan never loses them.
+        spare = self.max_num_batched_tokens - len(self._running)
+        for request in self._running:
+            num_new_tokens = min(request.num_lagging_tokens, 1 + spare)
+            spare -= num_new_tokens - 1
+            if num_new_tokens and self._make_room(request, num_new_tokens):
                 rows.append(self._advance(request, num_new_tokens))
-                budget -= num_new_tokens
-            index += 1
         num_preempted = self.num_preemptions - num_preemptions_before
 
         # Then the queue, strictly in order: whoever does not fit yet holds up those behind, or a
         # long prompt might wait for ever. After a preemption there is nothing to give away.
-        while self._waiting and budget > 0 and not num_preempted and self._admit(self._waiting[0]):
+        while self._waiting and spare and not num_preempted and self._admit(self._waiting[0]):
             request = self._waiting.pop(0)
             insort_right(self._running, request, key=self._rank)
-            num_new_tokens = min(request.num_lagging_tokens, budget)
+            num_new_tokens = min(request.num_lagging_tokens, spare)
+            spare -= num_new_tokens
             rows.append(self._advance(request, num_new_tokens))
-            budget -= num_new_tokens
 
         rows.sort(key=lambda row: row.num_scheduled_tokens > 1)
         plan = StepPlan(rows=tuple(rows), num_preempted=num_preempted)
@@ -156,9 +151,11 @@ class Scheduler:
         for row, token_id, corrupted, logprobs in zip(
             plan.sampling_rows, result.token_ids, result.corrupted, result.logprobs, strict=True
         ):
-            if row.is_current and corrupted:
+            if not row.is_current:
+                continue
+            if corrupted:
                 outputs.append(self._fail(row))
-            elif row.is_current:
+            else:
                 outputs.append(self._append(row.request, token_id, logprobs))
         return outputs
 
@@ -187,14 +184,15 @@ class Scheduler:
         """Get a running request the pages it lacks; False if it was the worst and gave way."""
         pool = self.page_pool
         num_tokens = request.num_computed_tokens + num_new_tokens
+        if num_tokens <= len(request.page_ids) * pool.page_size:
+            return True
         num_missing = pool.num_pages_for(num_tokens) - len(request.page_ids)
-        if num_missing > 0:
-            while not pool.can_allocate(num_missing):
-                victim = self._running.pop()
-                self._preempt(victim)
-                if victim is request:
-                    return False
-            request.page_ids += pool.allocate(num_missing)
+        while not pool.can_allocate(num_missing):
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        request.page_ids += pool.allocate(num_missing)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -234,16 +232,12 @@ class Scheduler:
     def _advance(self, request: Request, num_new_tokens: int) -> ScheduledRow:
         """Count the tokens as computed and share the pages they fill."""
         start = request.num_computed_tokens
-        request.num_computed_tokens += num_new_tokens
-        self._share_full_pages(request)
-        return ScheduledRow(
-            request=request,
-            start=start,
-            num_scheduled_tokens=num_new_tokens,
-            samples=request.num_computed_tokens == request.num_tokens_with_pending,
-            epoch=request.num_preemptions,
-            pending_row=request.pending_row,
-        )
+        request.num_computed_tokens = end = start + num_new_tokens
+        if end // self.page_pool.page_size > request.num_hashed_pages:
+            self._share_full_pages(request)
+        samples = end == request.num_tokens_with_pending
+        epoch = request.num_preemptions
+        return ScheduledRow(request, start, num_new_tokens, samples, epoch, request.pending_row)
 
     def _lookup_hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of the pages that need not be computed if somebody else did."""
@@ -291,17 +285,17 @@ class Scheduler:
             if params.prompt_logprobs is not None:
                 prompt_logprobs = tuple(request.prompt_logprobs)
                 request.prompt_logprobs.clear()
-        finish_reason, stop_reason = _why_done(request, token_id)
+        finish_reason, stop_reason = request.why_done()
         if finish_reason is not None:
             self._finish(request, finish_reason)
         return TokenOutput(
-            request_id=request.request_id,
-            new_token_ids=(token_id,),
-            logprobs=(logprobs,) if logprobs and params.logprobs is not None else None,
-            prompt_logprobs=prompt_logprobs,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=request.num_cached_tokens,
+            request.request_id,
+            (token_id,),
+            (logprobs,) if logprobs and params.logprobs is not None else None,
+            prompt_logprobs,
+            finish_reason,
+            stop_reason,
+            request.num_cached_tokens,
         )
 
     def _fail(self, row: ScheduledRow) -> TokenOutput:
@@ -332,21 +326,4 @@ class Scheduler:
         Steps run in the order of their dispatch: whoever is given the pages next writes later.
         """
         self.page_pool.free(request.page_ids)
-        request.page_ids = []
-        request.num_hashed_pages = 0
-        request.num_computed_tokens = 0
-        request.num_pending_tokens = 0
-        request.pending_row = -1
-
-
-def _why_done(request: Request, token_id: int) -> tuple[FinishReason | None, int | None]:
-    """Return the finish reason and the stop reason that the newest token brings, if any."""
-    params = request.params
-    if request.num_output_tokens > params.min_tokens:
-        if token_id in request.eos_token_ids and not params.ignore_eos:
-            return FinishReason.STOP, None
-        if token_id in (params.stop_token_ids or ()):
-            return FinishReason.STOP, token_id
-    if request.num_tokens >= request.max_total_tokens:
-        return FinishReason.LENGTH, None
-    return None, None
+        request.start_over()
