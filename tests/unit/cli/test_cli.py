@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import sys
-import threading
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from checkpoints import CheckpointError
@@ -19,6 +20,7 @@ from jaxinfer.cli import app
 from jaxinfer.cli_options import attribute_docs
 from jaxinfer.config import EngineConfig
 from jaxinfer.request import FinishReason
+from jaxinfer.sampling_params import SamplingParams
 from tests.unit.faces.fakes import FakeEngine, loaded
 
 
@@ -41,10 +43,11 @@ class Engines:
 
     def __init__(self) -> None:
         self.fake = FakeEngine(script="an answer")
-        self.generation_config: dict[str, Any] = {}
+        self.fake.add_request = partial(self._add_request, self.fake.add_request)
         self.scripts: list[str] = []  # what the first requests produce
+        self.generation_config: dict[str, Any] = {}
         self.prompts: list[str] = []
-        self.params: list[Any] = []
+        self.params: list[SamplingParams] = []
         self.config: EngineConfig | None = None
         self.error: Exception | None = None
 
@@ -52,17 +55,21 @@ class Engines:
         if self.error is not None:
             raise self.error
         self.config = config
-        add_request = self.fake.add_request
-
-        def note(request_id: str, prompt_token_ids: list[int], params: Any, **rest: Any) -> None:
-            self.prompts.append(bytes(prompt_token_ids).decode())
-            self.params.append(params)
-            if self.scripts:
-                self.fake.script = [*self.scripts.pop(0).encode()]
-            add_request(request_id, prompt_token_ids, params, **rest)
-
-        self.fake.add_request = note
         return AsyncEngine(loaded(self.fake, generation_config=self.generation_config))
+
+    def _add_request(
+        self,
+        add_request: Callable[..., None],
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        **rest: Any,
+    ) -> None:
+        self.prompts.append(bytes(prompt_token_ids).decode())
+        self.params.append(params)
+        if self.scripts:
+            self.fake.script = [*self.scripts.pop(0).encode()]
+        add_request(request_id, prompt_token_ids, params, **rest)
 
 
 @pytest.fixture
@@ -233,33 +240,36 @@ def test_conversation_that_outgrows_the_context_leaves_the_chat_usable(engines: 
     assert engines.prompts == ["user: short\nassistant: "]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="ctrl-C cannot be sent to one thread on Windows")
-def test_ctrl_c_stops_the_answer_and_not_the_chat(engines: Engines):
-    main_thread = threading.get_ident()
+@pytest.fixture
+def ctrl_c_at_the_first_word(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the first answer so long that only ctrl-C ends it, and presses that once it shows."""
     engines.fake.max_model_len = 100_000
-    engines.fake.on_step = lambda number: (
-        signal.pthread_kill(main_thread, signal.SIGINT) if number == 3 else None
-    )
     engines.scripts = ["on and on " * 9_000, "an answer"]
+    echo = typer.echo
+    pressed = []
+
+    def echo_then_press(message: str = "", **kwargs: Any) -> None:
+        echo(message, **kwargs)
+        if message.startswith("o") and not pressed:
+            pressed.append(True)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(typer, "echo", echo_then_press)
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(engines: Engines, ctrl_c_at_the_first_word):
     result = run("chat", "--max-tokens", "90000", stdin="one\ntwo\n")
     assert result.exit_code == 0
     assert [reason for _, reason in engines.fake.aborted] == [FinishReason.ABORT]
     assert result.stdout.endswith("an answer\n> \n")
     # What was said until then is remembered.
-    assert engines.prompts[1].startswith("user: one\nassistant: on")
+    assert engines.prompts[1].startswith("user: one\nassistant: o")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="ctrl-C cannot be sent to one thread on Windows")
-def test_ctrl_c_ends_generate_with_the_shells_exit_code(engines: Engines):
-    main_thread = threading.get_ident()
-    engines.fake.max_model_len = 100_000
-    engines.fake.on_step = lambda number: (
-        signal.pthread_kill(main_thread, signal.SIGINT) if number == 3 else None
-    )
-    engines.scripts = ["on and on " * 9_000]
+def test_ctrl_c_ends_generate_with_the_shells_exit_code(engines: Engines, ctrl_c_at_the_first_word):
     result = run("generate", "one", "--max-tokens", "90000")
     assert result.exit_code == 130
-    assert result.stdout.startswith("on")
+    assert result.stdout.startswith("o")
     assert "tokens, first after" in result.stderr
 
 
