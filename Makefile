@@ -42,7 +42,7 @@ format: $(STAMP) ## Format the code and repair what ruff can
 	$(PYTHON) -m ruff check --fix
 
 types: $(STAMP) ## Check types
-	$(PYTHON) -m pyrefly check --progress-bar=no
+	$(PYTHON) -m pyrefly check --python-interpreter-path $(PYTHON)
 
 docs: $(STAMP) ## Build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs --quiet build --strict
