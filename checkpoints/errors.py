@@ -24,7 +24,7 @@ Each message says what was expected, what was found and what to do.
 """
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -140,7 +140,7 @@ def is_no_space(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Generator[None, None, None]:
     """Turn what the operating system says about opening `path` into a `CheckpointError`."""
     try:
         yield

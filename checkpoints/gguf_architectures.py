@@ -138,10 +138,14 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "phi3": GgufArchitecture(
         model_type="phi3",
         class_name="Phi3ForCausalLM",
-        layer_tensors=_ATTENTION
-        | _MLP
-        | _PRE_NORM
-        | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        layer_tensors=_PRE_NORM
+        | {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "self_attn.qkv_proj",
+            "attn_output": "self_attn.o_proj",
+            "ffn_up": "mlp.gate_up_proj",
+            "ffn_down": "mlp.down_proj",
+        },
         constants=_SILU,
     ),
 }

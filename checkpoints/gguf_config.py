@@ -3,6 +3,7 @@
 Knows metadata keys and tensor shapes; reads no weights (RoPE factors are handed in).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,18 @@ _REQUIRED = (
     "num_attention_heads",
     "rms_norm_eps",
 )
+
+# The other values are real numbers.
+_COUNTS = {
+    *_REQUIRED[:-1],
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "sliding_window",
+}
+
+# Lists are made of this length: a damaged number must not ask for gigabytes.
+_MAX_LAYERS = 10_000
 
 _TOKEN_IDS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -81,15 +94,11 @@ def to_hf_config(
     config: dict[str, Any] = {
         "architectures": [row.class_name],
         "model_type": row.model_type,
-        "_name_or_path": metadata.get("general.name", ""),
+        "_name_or_path": str(metadata.get("general.name", "")),
         "rope_theta": 10000.0,
         **row.constants,
+        **_mapped_values(metadata, arch, row, path),
     }
-    for key, hf_key in (COMMON_KEYS | row.extra_keys).items():
-        value = _uniform(metadata.get(f"{arch}.{key}"), f"{arch}.{key}", path)
-        if value is not None:
-            config[hf_key] = value
-    _check_required(config, arch, path)
     config |= {hf: metadata[key] for key, hf in _TOKEN_IDS.items() if key in metadata}
     config["vocab_size"] = shapes["token_embd.weight"][0]
     config["tie_word_embeddings"] = "output.weight" not in shapes
@@ -98,8 +107,57 @@ def to_hf_config(
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     _add_rope(config, metadata, arch, rope_factors)
-    _add_attention_kind(config, metadata, arch, row)
+    _add_attention_kind(config, metadata, arch, row, path)
     return config
+
+
+def _mapped_values(
+    metadata: Mapping[str, Any], arch: str, row: GgufArchitecture, path: object
+) -> dict[str, Any]:
+    values, faults = {}, []
+    for key, hf_key in (COMMON_KEYS | row.extra_keys).items():
+        value = _uniform(metadata.get(f"{arch}.{key}"), f"{arch}.{key}", path)
+        # Zero is a way to say that there is no window.
+        if value is None or (value == 0 and hf_key == "sliding_window"):
+            if hf_key in _REQUIRED:
+                faults.append(f"{arch}.{key} is missing")
+        elif not _is_positive(value, whole=hf_key in _COUNTS):
+            faults.append(f"{arch}.{key} must be a positive number, got {value!r}")
+        else:
+            values[hf_key] = value
+    faults += _rope_faults(metadata, arch)
+    if values.get("num_hidden_layers", 0) > _MAX_LAYERS:
+        faults.append(f"{arch}.block_count is {values['num_hidden_layers']}, over {_MAX_LAYERS}")
+    if values.get("num_attention_heads", 0) > values.get("hidden_size", 0) and not faults:
+        faults.append(f"{arch}.attention.head_count exceeds {arch}.embedding_length")
+    if faults:
+        raise CorruptFileError(
+            f"{path}: {'; '.join(faults)}. Convert the model again with a current llama.cpp"
+        )
+    return values
+
+
+def _rope_faults(metadata: Mapping[str, Any], arch: str) -> list[str]:
+    expected = {
+        "rope.dimension_count": True,
+        "rope.scaling.original_context_length": True,
+        "rope.scaling.factor": False,
+        "rope.scale_linear": False,
+    }
+    faults = [
+        f"{arch}.{key} must be a positive number, got {metadata[f'{arch}.{key}']!r}"
+        for key, whole in expected.items()
+        if f"{arch}.{key}" in metadata and not _is_positive(metadata[f"{arch}.{key}"], whole)
+    ]
+    kind = metadata.get(f"{arch}.rope.scaling.type", "none")
+    if not isinstance(kind, str):
+        faults.append(f"{arch}.rope.scaling.type must be a string, got {kind!r}")
+    return faults
+
+
+def _is_positive(value: Any, whole: bool) -> bool:
+    kinds = int if whole else int | float
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _uniform(value: Any, key: str, path: object) -> Any:
@@ -111,21 +169,6 @@ def _uniform(value: Any, key: str, path: object) -> Any:
             f"{path}: {key} differs from layer to layer ({value}); such models are not read yet"
         )
     return value[0]
-
-
-def _check_required(config: dict[str, Any], arch: str, path: object) -> None:
-    gguf_keys = {hf: f"{arch}.{key}" for key, hf in COMMON_KEYS.items()}
-    faults = []
-    for hf_key in _REQUIRED:
-        value = config.get(hf_key)
-        if value is None:
-            faults.append(f"{gguf_keys[hf_key]} is missing")
-        elif isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            faults.append(f"{gguf_keys[hf_key]} must be a positive number, got {value!r}")
-    if faults:
-        raise CorruptFileError(
-            f"{path}: {'; '.join(faults)}. Convert the model again with a current llama.cpp"
-        )
 
 
 def _add_rope(
@@ -148,7 +191,7 @@ def _add_rope(
             "rope_type": "explicit_factors",
             "factors": rope_factors["rope_freqs.weight"],
         }
-    elif "rope_factors_long.weight" in rope_factors:
+    elif {"rope_factors_long.weight", "rope_factors_short.weight"} <= rope_factors.keys():
         config["rope_scaling"] = {
             "rope_type": "longrope",
             "long_factor": rope_factors["rope_factors_long.weight"],
@@ -172,21 +215,33 @@ def _add_rope(
 
 
 def _add_attention_kind(
-    config: dict[str, Any], metadata: Mapping[str, Any], arch: str, row: GgufArchitecture
+    config: dict[str, Any],
+    metadata: Mapping[str, Any],
+    arch: str,
+    row: GgufArchitecture,
+    path: object,
 ) -> None:
     if row.query_scale_layers is not None:
         wide = config["num_hidden_layers"] == row.query_scale_layers
         config["query_pre_attn_scalar"] = (
             config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
         )
-    if not config.get("sliding_window"):
+    if "sliding_window" not in config:
         config["sliding_window"] = None
     elif row.sliding_pattern:
-        pattern = metadata.get(f"{arch}.attention.sliding_window_pattern", row.sliding_pattern)
         layers = range(config["num_hidden_layers"])
-        windowed = pattern if isinstance(pattern, list) else [(i + 1) % pattern > 0 for i in layers]
+        pattern = metadata.get(f"{arch}.attention.sliding_window_pattern", row.sliding_pattern)
+        if isinstance(pattern, list) and len(pattern) == len(layers):
+            windowed = [bool(flag) for flag in pattern]
+        elif _is_positive(pattern, whole=True):
+            windowed = [(i + 1) % pattern > 0 for i in layers]
+        else:
+            raise CorruptFileError(
+                f"{path}: {arch}.attention.sliding_window_pattern must be a positive number or "
+                f"one flag for each of {len(layers)} layers, got {pattern!r:.80}"
+            )
         config["layer_types"] = [
-            "sliding_attention" if windowed[i] else "full_attention" for i in layers
+            "sliding_attention" if window else "full_attention" for window in windowed
         ]
     elif arch == "llama":
         # GGUF calls Mistral a llama; only the window tells them apart.

@@ -40,9 +40,9 @@ class GgufFile:
         self._file = MappedFile(path)
         header = read_header(self._file)
         metadata = header.metadata
-        if metadata.get("split.count", 0) > 1:
+        if metadata.get("split.count", 1) != 1:
             raise MissingFileError(
-                f"{path} is part {metadata.get('split.no', 0) + 1} of {metadata['split.count']}; "
+                f"{path} is only one of {metadata['split.count']} parts of a model; "
                 "join the parts with `llama-gguf-split --merge` and open the result"
             )
         _, self._architecture = architecture_of(metadata, path)
@@ -69,11 +69,15 @@ class GgufFile:
     def read(self, name: str) -> np.ndarray:
         """The tensor in HF layout; block types as float32."""
         array = self._decode(self._tensor(name))
-        if self._architecture.permuted_rope:
-            if ".q_proj." in name:
-                array = unpermute_rope(array, self.config["num_attention_heads"])
-            elif ".k_proj." in name:
-                array = unpermute_rope(array, self.config["num_key_value_heads"])
+        if self._architecture.permuted_rope and (".q_proj." in name or ".k_proj." in name):
+            key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
+            num_heads = self.config[key]
+            if array.ndim < 1 or array.shape[0] % (2 * num_heads):
+                raise CorruptFileError(
+                    f"{self.path}: {name} has shape {list(array.shape)}, expected rows for "
+                    f"{num_heads} heads ({key}); convert the model again"
+                )
+            array = unpermute_rope(array, num_heads)
         if self._architecture.norm_offset and name.endswith("norm.weight"):
             array = array - array.dtype.type(self._architecture.norm_offset)
         return array
@@ -124,18 +128,21 @@ def _to_hf_names(
             f"{', '.join(unknown[:20])}{' …' if len(unknown) > 20 else ''}; "
             "the file holds a variant that is not known here"
         )
-    if "model.embed_tokens.weight" not in renamed:
+    embedding = renamed.get("model.embed_tokens.weight")
+    if embedding is None or len(embedding.shape) != 2:
         raise CorruptFileError(
-            f"{path}: expected a tensor token_embd.weight, got {len(tensors)} tensors without it; "
-            "the file is not a whole language model"
+            f"{path}: expected a matrix token_embd.weight, got "
+            f"{f'shape {list(embedding.shape)}' if embedding else f'{len(tensors)} other tensors'}"
+            "; the file is not a whole language model"
         )
     return renamed
 
 
 def _text_assets(metadata: dict[str, Any]) -> TextAssets:
     tokenizer = {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}
+    texts = {key: value for key, value in tokenizer.items() if isinstance(value, str)}
     return TextAssets(
-        tokenizer_json=tokenizer.get("tokenizer.huggingface.json"),
-        chat_template=tokenizer.get("tokenizer.chat_template"),
+        tokenizer_json=texts.get("tokenizer.huggingface.json"),
+        chat_template=texts.get("tokenizer.chat_template"),
         gguf_metadata=tokenizer,
     )

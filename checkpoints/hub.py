@@ -5,7 +5,7 @@ All network and cache work is `huggingface_hub`'s, which honours `HF_ENDPOINT`, 
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,8 @@ SMALL_FILES = (
 _SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
 # The model in another layout, or not the model.
 _NOT_THE_MODEL = ("consolidated", "adapter_model")
+
+_CONNECT_TIMEOUT_S = 10.0
 
 _REFERENCE = re.compile(
     r"(?P<repo_id>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^:\s]+))?(?::(?P<file>\S+))?"
@@ -78,7 +80,10 @@ def fetch(reference: HubReference, cache_dir: Path | None = None) -> Path:
     with _hub_errors(reference):
         api = huggingface_hub.HfApi()
         try:
-            names = api.list_repo_files(reference.repo_id, revision=reference.revision)
+            # Not `list_repo_files`: it tries for 25 s before it admits that there is no network.
+            info = api.model_info(
+                reference.repo_id, revision=reference.revision, timeout=_CONNECT_TIMEOUT_S
+            )
         except Exception as error:
             if _answered(error):
                 raise
@@ -86,6 +91,7 @@ def fetch(reference: HubReference, cache_dir: Path | None = None) -> Path:
             if (cached := _from_cache(reference, cache_dir)) is not None:
                 return cached
             raise
+        names = [sibling.rfilename for sibling in info.siblings or ()]
         patterns, file = _choose(reference, names)
         folder = Path(
             huggingface_hub.snapshot_download(
@@ -158,7 +164,7 @@ def _answered(error: Exception) -> bool:
 
 
 @contextmanager
-def _hub_errors(reference: HubReference) -> Iterator[None]:
+def _hub_errors(reference: HubReference) -> Generator[None, None, None]:
     from huggingface_hub import errors
 
     try:

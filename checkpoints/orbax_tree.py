@@ -6,9 +6,11 @@ model: the names are the caller's own.
 """
 
 import json
+import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,10 +123,13 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 def read_infos(path: Path) -> dict[str, TensorInfo]:
     """Name → shape and dtype of every stored array, without reading any."""
-    return {
-        name: TensorInfo(tuple(entry["shape"]), entry["dtype"], entry["nbytes"])
-        for name, entry in _read_manifest(path)["arrays"].items()
-    }
+    try:
+        return {
+            name: TensorInfo(tuple(entry["shape"]), entry["dtype"], entry["nbytes"])
+            for name, entry in _read_manifest(path)["arrays"].items()
+        }
+    except (TypeError, KeyError) as error:
+        raise _damaged(path) from error
 
 
 def _manifest(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
@@ -151,15 +156,19 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest.get("arrays"), dict) or not isinstance(
         manifest.get("metadata"), dict
     ):
-        raise CorruptFileError(f"{path}/{MANIFEST} is damaged; convert the model again")
+        raise _damaged(path)
     return manifest
+
+
+def _damaged(path: Path) -> CorruptFileError:
+    return CorruptFileError(f"{path}/{MANIFEST} is damaged; convert the model again")
 
 
 def _check_free(path: Path, nbytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if free < nbytes:
         raise NoSpaceError(
-            f"{path} needs {nbytes / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free there; "
+            f"{path} needs {nbytes / 1e6:,.1f} MB, but only {free / 1e6:,.1f} MB are free there; "
             "free some space or choose another disk"
         )
 
@@ -194,7 +203,7 @@ def _write_arrays(folder: Path, arrays: Mapping[str, Any]) -> None:
     # Importing Orbax takes a second, which only those who use it should pay.
     import orbax.checkpoint as ocp
 
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    with _without_tracebacks(), ocp.PyTreeCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute(), dict(arrays))
 
 
@@ -214,7 +223,7 @@ def _read_arrays(
         )
         for name, target in targets.items()
     }
-    with ocp.PyTreeCheckpointer() as checkpointer:
+    with _without_tracebacks(), ocp.PyTreeCheckpointer() as checkpointer:
         try:
             return checkpointer.restore(
                 folder.absolute(), item=dict(targets), restore_args=restore_args
@@ -224,3 +233,18 @@ def _read_arrays(
             raise CorruptFileError(
                 f"{folder} is damaged ({str(error).splitlines()[0]:.200}); convert the model again"
             ) from error
+
+
+@contextmanager
+def _without_tracebacks() -> Generator[None, None, None]:
+    # Orbax logs the stack of a failing background thread and then raises the same error here,
+    # where it becomes a message for people.
+    def is_no_error(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_no_error)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_error)
