@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,8 +17,12 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is no
 
 def make(*args: str, folder: Path = ROOT) -> str:
     command = ["make", "--no-print-directory", *args]
+    # `make test ARGS=…` hands its own variables down to every make below it.
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
+    }
     result = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
