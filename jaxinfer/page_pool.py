@@ -36,6 +36,15 @@ def page_hash(previous: bytes, token_ids: Sequence[int], salt: str = "") -> byte
     return blake2b(root + array("q", token_ids).tobytes(), digest_size=32, person=b"page").digest()
 
 
+def extend_hashes(
+    hashes: list[bytes], num_pages: int, token_ids: Sequence[int], page_size: int, salt: str
+) -> None:
+    """Append to a chain until it covers the first `num_pages` pages of `token_ids`."""
+    for start in range(len(hashes) * page_size, num_pages * page_size, page_size):
+        page = token_ids[start : start + page_size]
+        hashes.append(page_hash(hashes[-1] if hashes else b"", page, salt))
+
+
 class PagePool:
     """Owner of the page ids [0, num_pages). Ask `can_allocate`, then act.
 
@@ -132,15 +141,15 @@ class PagePool:
             self._page_of[digest] = page_id
             self._hash_of[page_id] = digest
 
-    def uncache(self, page_ids: Iterable[int]) -> None:
-        """Forget what the pages hold, so that nobody else will find them."""
-        for page_id in page_ids:
-            digest = self._hash_of.pop(page_id, None)
-            if digest is not None:
-                del self._page_of[digest]
-            if page_id in self._idle:
-                del self._idle[page_id]
-                self._free.append(page_id)
+    def uncache(self, hashes: Iterable[bytes]) -> None:
+        """Forget these prefixes, whichever pages hold them: nobody else will find them."""
+        for digest in hashes:
+            page_id = self._page_of.pop(digest, None)
+            if page_id is not None:
+                del self._hash_of[page_id]
+                if page_id in self._idle:
+                    del self._idle[page_id]
+                    self._free.append(page_id)
 
     def _evict(self) -> int:
         page_id, _ = self._idle.popitem(last=False)

@@ -111,6 +111,13 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
 
+    def append(self, token_id: int) -> None:
+        """Learn the value of the token that has been pending longest."""
+        self.token_ids.append(token_id)
+        self.num_pending_tokens -= 1
+        if not self.num_pending_tokens:
+            self.pending_row = -1
+
     def why_done(self) -> tuple[FinishReason | None, int | None]:
         """Return the finish reason and the stop reason that the newest token brings, if any."""
         params, token_id = self.params, self.token_ids[-1]
@@ -161,9 +168,9 @@ class TokenOutput:
         prompt_logprobs: Once, with the first output, if asked for; entry 0 is None.
         finish_reason: Set on the last output of a request.
         stop_reason: The stop token id that ended it; None for end-of-sequence.
-        error: Why it ended, for `FinishReason.ERROR`.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
         first_scheduled_time: `time.monotonic()` seconds when the request first ran, if known.
+        error: Why it ended, for `FinishReason.ERROR`.
     """
 
     request_id: str
@@ -173,8 +180,8 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0
-    error: str | None = None
     first_scheduled_time: float | None = None
+    error: str | None = None
 
     @property
     def finished(self) -> bool:

@@ -19,7 +19,7 @@ from bisect import insort_left, insort_right
 from jaxinfer.batch import ScheduledRow, StepPlan, StepResult
 from jaxinfer.config import SCHEDULING_POLICIES
 from jaxinfer.errors import InvalidRequestError, QueueFullError
-from jaxinfer.page_pool import PagePool, page_hash
+from jaxinfer.page_pool import PagePool, extend_hashes
 from jaxinfer.request import FinishReason, Request, RequestStatus, TokenLogprobs, TokenOutput
 
 
@@ -78,24 +78,21 @@ class Scheduler:
             InvalidRequestError: It could never run, or its id is taken.
             QueueFullError: `max_waiting` requests wait already.
         """
-        longest = request.max_total_tokens
+        pool, limit = self.page_pool, request.max_total_tokens
         if request.request_id in self._live:
-            raise InvalidRequestError(
-                f"request_id {request.request_id!r} is in use; choose another", "request_id"
+            message = f"request_id {request.request_id!r} is in use; choose another"
+            raise InvalidRequestError(message, "request_id")
+        if not 0 < request.num_prompt_tokens < limit:
+            message = (
+                f"the prompt must have 1 to {limit - 1} tokens, got {request.num_prompt_tokens}"
             )
-        if not 0 < request.num_prompt_tokens < longest:
-            raise InvalidRequestError(
-                f"the prompt must have 1 to {longest - 1} tokens, so that prompt and output fit in"
-                f" {longest}; got {request.num_prompt_tokens}",
-                "prompt",
+            raise InvalidRequestError(message, "prompt")
+        if pool.num_pages_for(limit) > pool.num_pages:
+            message = (
+                f"prompt and output may need {limit} tokens, but the KV cache has room for"
+                f" {pool.num_pages * pool.page_size}; shorten the prompt or lower max_tokens"
             )
-        pool = self.page_pool
-        if pool.num_pages_for(longest) > pool.num_pages:
-            raise InvalidRequestError(
-                f"prompt and output may need {longest} tokens, but the KV cache has room for"
-                f" {pool.num_pages * pool.page_size}; shorten the prompt or lower max_tokens",
-                "max_tokens",
-            )
+            raise InvalidRequestError(message, "max_tokens")
         if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests are waiting; try again later")
         self._live[request.request_id] = request
@@ -169,11 +166,11 @@ class Scheduler:
             assert request.num_computed_tokens <= request.num_tokens_with_pending, request
             num_slots = len(request.page_ids) * self.page_pool.page_size
             assert request.num_computed_tokens <= num_slots, f"tokens without a page: {request}"
-        assert len(self._running) <= self.max_num_seqs, f"{self.num_running=}"
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=self._rank), "queue out of order"
         queued = sorted(request.request_id for request in self._waiting + self._running)
         assert queued == sorted(self._live), f"live: {sorted(self._live)}, queued: {queued}"
+        assert self.num_running <= self.max_num_seqs, f"{self.num_running=}"
         self.page_pool.check_integrity(request.page_ids for request in self._running)
 
     def _rank(self, request: Request) -> tuple[int, float]:
@@ -206,7 +203,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Give a waiting request pages for all its tokens, found or new; False if it must wait.
 
-        All at once, although later chunks will fill them: two prompts admitted into the same free
+        All at once, though later chunks will fill them: two prompts admitted into the same free
         pages would end in a preemption.
         """
         if len(self._running) >= self.max_num_seqs:
@@ -215,7 +212,10 @@ class Scheduler:
         hashes = self._lookup_hashes(request)
         hits = pool.match_prefix(hashes)
         num_missing = pool.num_pages_for(request.num_tokens) - len(hits)
-        if not pool.can_allocate(num_missing):
+        # Each running request keeps a page to grow into, else the newcomer would soon be preempted:
+        # 128 requests of 20 to 400 + 50 to 400 tokens in 480 pages of 16 have 9 % of their tokens
+        # computed again with this rule, 39 % without, at 2 % more steps.
+        if not pool.can_allocate(num_missing + len(self._running)):
             pool.free(hits)
             return False
         request.status = RequestStatus.RUNNING
@@ -245,8 +245,7 @@ class Scheduler:
         if not pool.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return []  # logprobs of the prompt need the logits of all its tokens
         # Even if all is found, the last token has to be computed, for the logits it yields.
-        num_pages = (request.num_tokens - 1) // pool.page_size
-        return self._hash_pages(request, num_pages)
+        return self._hash_pages(request, (request.num_tokens - 1) // pool.page_size)
 
     def _share_full_pages(self, request: Request) -> None:
         """Let others find the pages filled by this step or before, if all their tokens are known.
@@ -255,34 +254,28 @@ class Scheduler:
         any. A page that ends in a pending token has to wait for the token's value.
         """
         pool = self.page_pool
-        num_known_tokens = min(request.num_computed_tokens, request.num_tokens)
-        num_pages = num_known_tokens // pool.page_size
-        if num_pages > request.num_hashed_pages and pool.enable_prefix_caching:
-            hashes = self._hash_pages(request, num_pages)
-            for index in range(request.num_hashed_pages, num_pages):
-                pool.cache(request.page_ids[index], hashes[index])
-            request.num_hashed_pages = num_pages
+        if not pool.enable_prefix_caching:
+            return
+        num_pages = min(request.num_computed_tokens, request.num_tokens) // pool.page_size
+        hashes = self._hash_pages(request, num_pages)
+        for index in range(request.num_hashed_pages, num_pages):
+            pool.cache(request.page_ids[index], hashes[index])
+        request.num_hashed_pages = num_pages
 
     def _hash_pages(self, request: Request, num_pages: int) -> list[bytes]:
         """Return the hashes of the leading pages; kept, as a request's tokens never change."""
         hashes, size = request.page_hashes, self.page_pool.page_size
-        for start in range(len(hashes) * size, num_pages * size, size):
-            token_ids = request.token_ids[start : start + size]
-            hashes.append(page_hash(hashes[-1] if hashes else b"", token_ids, request.cache_salt))
+        extend_hashes(hashes, num_pages, request.token_ids, size, request.cache_salt)
         return hashes[:num_pages]
 
     def _append(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None
     ) -> TokenOutput:
-        params = request.params
-        request.token_ids.append(token_id)
-        request.num_pending_tokens -= 1
-        if not request.num_pending_tokens:
-            request.pending_row = -1
+        request.append(token_id)
         prompt_logprobs = None
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
-            if params.prompt_logprobs is not None:
+            if request.params.prompt_logprobs is not None:
                 prompt_logprobs = tuple(request.prompt_logprobs)
                 request.prompt_logprobs.clear()
         finish_reason, stop_reason = request.why_done()
@@ -291,18 +284,19 @@ class Scheduler:
         return TokenOutput(
             request.request_id,
             (token_id,),
-            (logprobs,) if logprobs and params.logprobs is not None else None,
+            (logprobs,) if logprobs and request.params.logprobs is not None else None,
             prompt_logprobs,
             finish_reason,
             stop_reason,
             request.num_cached_tokens,
+            request.first_scheduled_time,
         )
 
     def _fail(self, row: ScheduledRow) -> TokenOutput:
         """End a request whose logits held a NaN; nobody shall find what it computed."""
         request = row.request
         self.num_corrupted += 1
-        self.page_pool.uncache(request.page_ids)
+        self.page_pool.uncache(request.page_hashes)
         self._finish(request, FinishReason.ERROR)
         return TokenOutput(
             request_id=request.request_id,
@@ -310,6 +304,7 @@ class Scheduler:
             error=f"the model's logits held a NaN after {row.end} tokens, so there is no next one;"
             " if this repeats, the weights are damaged or overflow: try dtype float32",
             num_cached_tokens=request.num_cached_tokens,
+            first_scheduled_time=request.first_scheduled_time,
         )
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

@@ -128,14 +128,14 @@ def test_duplicate_of_a_known_page_is_freed_for_good():
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_uncached_pages_are_found_by_nobody(idle):
+def test_uncached_prefix_is_found_by_nobody(idle):
     pool = PagePool(4, 2)
     page_ids = pool.allocate(2)
     for page_id, digest in zip(page_ids, ABC, strict=False):
         pool.cache(page_id, digest)
     if idle:
         pool.free(page_ids)
-    pool.uncache(page_ids)
+    pool.uncache(ABC)
     assert pool.match_prefix(ABC) == []
     pool.check_integrity([] if idle else [page_ids])
 

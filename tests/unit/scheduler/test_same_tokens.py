@@ -187,8 +187,8 @@ def test_prompt_logprobs_come_once_and_whole(overlap, budget):
 
 @both_loops
 def test_prompt_logprobs_survive_preemption(overlap):
-    # The second prompt is halfway when the first request needs a sixth page.
-    loop = make_loop(overlap=overlap, budget=4, num_pages=10, max_num_seqs=2)
+    # The second prompt is halfway when the first request needs a seventh page.
+    loop = make_loop(overlap=overlap, budget=3, num_pages=11, max_num_seqs=2)
     requests = [
         make_request(f"r{i}", range(i, i + 17), max_tokens=12, prompt_logprobs=1) for i in range(4)
     ]

@@ -88,6 +88,16 @@ class TestAdmission:
             assert list(shares(step(scheduler)[0])) == ["first"]
         assert scheduler.num_preemptions == 0
 
+    def test_newcomer_leaves_each_running_request_a_page_to_grow_into(self):
+        scheduler = make_scheduler(num_pages=6)
+        for name in ("first", "second"):
+            scheduler.add(make_request(name, range(7), max_tokens=5))
+        scheduler.add(make_request("third", [1], max_tokens=5))
+        assert list(shares(step(scheduler)[0])) == ["first", "second"]
+        while scheduler.has_unfinished:
+            step(scheduler)
+        assert scheduler.num_preemptions == 0
+
     def test_small_request_does_not_overtake_a_large_one(self):
         scheduler = make_scheduler(num_pages=6)
         scheduler.add(make_request("running", range(15), max_tokens=8))
@@ -172,7 +182,7 @@ class TestBudget:
 
 class TestPreemption:
     def test_latest_arrival_gives_way_and_comes_back_first(self):
-        scheduler = make_scheduler(num_pages=6, budget=32)
+        scheduler = make_scheduler(num_pages=8, budget=32)
         for i in range(3):
             scheduler.add(make_request(f"r{i}", range(8), max_tokens=8))
         scheduler.add(make_request("queued", range(2), max_tokens=2))
@@ -184,7 +194,7 @@ class TestPreemption:
 
     def test_request_may_have_to_preempt_itself(self):
         scheduler = make_scheduler(num_pages=5, budget=32)
-        scheduler.add(make_request("first", range(9), max_tokens=6))
+        scheduler.add(make_request("first", range(8), max_tokens=6))
         last = make_request("last", range(8), max_tokens=6)
         scheduler.add(last)
         step(scheduler)
@@ -194,9 +204,10 @@ class TestPreemption:
         assert (last.num_computed_tokens, last.num_tokens, last.page_ids) == (0, 9, [])
 
     def test_nobody_is_admitted_in_a_step_that_preempts(self):
-        scheduler = make_scheduler(num_pages=5, budget=32)
+        scheduler = make_scheduler(num_pages=6, budget=32)
         scheduler.add(make_request("first", range(8), max_tokens=6))
         scheduler.add(make_request("second", range(11), max_tokens=6))
+        step(scheduler)
         step(scheduler)
         scheduler.add(make_request("tiny", [1], max_tokens=1))
         plan, _ = step(scheduler)
@@ -204,7 +215,7 @@ class TestPreemption:
         assert list(shares(plan)) == ["first"]
 
     def test_worst_priority_gives_way_whoever_came_first(self):
-        scheduler = make_scheduler(num_pages=6, budget=32, policy="priority")
+        scheduler = make_scheduler(num_pages=8, budget=32, policy="priority")
         for name, priority in [("low", 9), ("high", 1), ("mid", 5)]:
             scheduler.add(make_request(name, range(8), max_tokens=8, priority=priority))
         step(scheduler)
@@ -212,9 +223,9 @@ class TestPreemption:
         assert list(shares(plan)) == ["high", "mid"]
 
     def test_result_of_an_earlier_epoch_is_dropped(self):
-        scheduler = make_scheduler(num_pages=4, budget=32)
+        scheduler = make_scheduler(num_pages=5, budget=32)
         scheduler.add(make_request("first", range(8), max_tokens=8))
-        victim = make_request("victim", range(7), max_tokens=8)
+        victim = make_request("victim", range(8), max_tokens=8)
         scheduler.add(victim)
         first = scheduler.schedule()
         second = scheduler.schedule()
