@@ -273,7 +273,7 @@ def _keep_likeliest(logits: Array, weights: Array, inputs: SamplingInputs) -> Ar
     cut = inputs.sampled & (k > 0) & (k < V)
     kth = jnp.where(cut, take(top, jnp.clip(k, 1, K) - 1), -jnp.inf)
     kth = bisect(
-        lambda x: jnp.sum(jnp.where(logits >= x[:, None], 1.0, 0.0), axis=-1) >= k,
+        lambda x: jnp.sum(logits >= x[:, None], axis=-1, dtype=jnp.int32) >= k,
         low=jnp.where(cut & (k > K), -jnp.inf, kth),
         high=kth,
     )

@@ -50,7 +50,8 @@ def bisect(
     """Return, for each row, the largest float32 in [low, high] that `reaches`.
 
     Bisects the floats' order-preserving integer keys: exact, and at most 32 trips. `reaches` holds
-    at `low` and, once false, stays false. Rows with `low == high` cost and change nothing.
+    at `low` and, once false, stays false. Rows with `low == high` cost and change nothing. Where a
+    device treats subnormals as zeros, one may stand for 0.
     """
 
     def flip(bits: Array) -> Array:  # float bits ↔ keys that compare like the floats
