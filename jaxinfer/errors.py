@@ -1,7 +1,9 @@
 """Every error that jaxinfer raises on purpose.
 
     JaxinferError
-    ├── InvalidRequestError (ValueError)   the caller's request is wrong; HTTP 400, or 404 for a model
+    ├── InvalidRequestError (ValueError)   the caller's request is wrong; HTTP 400
+    │   ├── UnknownModelError              the named model is not served here; HTTP 404
+    │   └── ChatTemplateError              the chat template cannot render the messages; HTTP 400
     ├── ConfigError (ValueError)           the engine cannot be built from these settings; exit code 2
     ├── ModelError (ValueError)            the checkpoint and the model do not fit together; exit code 2
     ├── QueueFullError (RuntimeError)      too many requests wait; HTTP 503 with Retry-After
@@ -29,6 +31,13 @@ class InvalidRequestError(JaxinferError, ValueError):
 
 class UnknownModelError(InvalidRequestError):
     """The named model is not served here; HTTP 404."""
+
+
+class ChatTemplateError(InvalidRequestError):
+    """Messages that the model's chat template cannot turn into a prompt; `param` is "messages"."""
+
+    def __init__(self, message: str, param: str | None = "messages"):
+        super().__init__(message, param)
 
 
 class ConfigError(JaxinferError, ValueError):
