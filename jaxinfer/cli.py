@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from jaxinfer.cli_options import engine_options
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, InvalidRequestError, JaxinferError
-from jaxinfer.terminal import Answer, conversation, read_line, show_error, take_turn
+from jaxinfer.terminal import Answer, conversation, read_line, show_error, stream, take_turn
 
 if TYPE_CHECKING:
     from jaxinfer.async_engine import AsyncEngine
@@ -147,12 +147,10 @@ def generate(
         prompt = sys.stdin.read()
     with _engine(config) as engine:
         params = _sampling_params(engine, max_tokens, temperature, top_p, seed)
-        if chat or (chat is None and engine.tokenizer.has_chat_template):
-            stream = engine.chat(conversation(system, prompt), params, delta=True)
-        else:
-            stream = engine.generate(prompt, params, delta=True)
+        in_template = engine.tokenizer.has_chat_template if chat is None else chat
+        asked = conversation(system, prompt) if in_template else prompt
         answer = Answer()
-        interrupted = answer.show(stream)
+        interrupted = answer.show(stream(engine, asked, params))
     answer.show_speed()
     if interrupted:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

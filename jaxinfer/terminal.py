@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import sys
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,6 +21,27 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 
 
+async def stream(
+    engine: AsyncEngine, asked: str | Messages, params: SamplingParams
+) -> AsyncIterator[RequestOutput]:
+    """Yield the answer to a text or a conversation, cut where the context ends.
+
+    An engine refuses `max_tokens` that do not fit; at a terminal nobody wants to count them.
+
+    Raises:
+        InvalidRequestError: It cannot be served as asked.
+    """
+    if isinstance(asked, str):
+        prompt: Any = {"prompt": asked, "prompt_token_ids": await engine.encode(asked)}
+    else:
+        prompt = await engine.chat_prompt(asked)
+    room = engine.max_model_len - len(prompt["prompt_token_ids"])
+    if params.max_tokens is not None and room >= 1:
+        params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
+    async for output in engine.generate(prompt, params, delta=True):
+        yield output
+
+
 class Answer:
     """An answer on its way to the terminal, and what is known of it once it stands there."""
 
@@ -29,13 +51,13 @@ class Answer:
         self.finish_reason: str | None = None
         self.metrics: RequestMetrics | None = None
 
-    def show(self, stream: AsyncIterator[RequestOutput]) -> bool:
+    def show(self, outputs: AsyncIterator[RequestOutput]) -> bool:
         """Print the text as it comes; return whether ctrl-C ended it.
 
         asyncio turns the first ctrl-C into a cancellation, which aborts the request.
         """
         try:
-            asyncio.run(self._print(stream))
+            asyncio.run(self._print(outputs))
         except KeyboardInterrupt:
             return True
         finally:
@@ -58,8 +80,8 @@ class Answer:
             parts.append("cut at the limit")
         typer.echo(", ".join(parts), err=True)
 
-    async def _print(self, stream: AsyncIterator[RequestOutput]) -> None:
-        async for output in stream:
+    async def _print(self, outputs: AsyncIterator[RequestOutput]) -> None:
+        async for output in outputs:
             self.metrics = output.metrics
             for sample in output.outputs:
                 self.text += sample.text
@@ -78,7 +100,7 @@ def take_turn(
     asked = [*messages, {"role": "user", "content": question}]
     answer = Answer()
     try:
-        answer.show(engine.chat(asked, params, delta=True))
+        answer.show(stream(engine, asked, params))
     except InvalidRequestError as error:
         show_error(error)
         typer.echo("(/reset forgets the conversation)", err=True)

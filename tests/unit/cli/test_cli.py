@@ -314,3 +314,11 @@ def test_version_names_what_it_stands_on():
     assert [line.split()[0] for line in lines] == [
         "Python", "jaxinfer", "jax", "jaxlib", "flax", "numpy",
     ]  # fmt: skip
+
+
+def test_answer_is_cut_where_the_context_ends(engines: Engines):
+    engines.fake.max_model_len = 12
+    result = run("generate", "12345678", "--raw", "--max-tokens", "500")
+    assert result.exit_code == 0
+    assert result.stdout == "an a\n"
+    assert "cut at the limit" in result.stderr
