@@ -305,6 +305,8 @@ class AsyncEngine:
                     self._engine.check_integrity()
         except BaseException as error:  # readers must hear of it, whatever it is
             self._die(error)
+        finally:
+            self._engine.close()
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is something to do; return False when there never will be."""

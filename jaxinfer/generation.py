@@ -67,6 +67,8 @@ class Generation:
     ):
         self.prepared = prepared
         self.num_cached_tokens = 0
+        # The reader's own list: what it does to it must not reach the engine.
+        self._prompt_token_ids = list(prepared.prompt_token_ids)
         self.metrics = RequestMetrics(arrival_time=prepared.arrival_time)
         self.samples = [
             Sample(index=i, detokenizer=_detokenizer(tokenizer, prepared))
@@ -119,7 +121,7 @@ class Generation:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prepared.prompt,
-            prompt_token_ids=self.prepared.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=finished,
             prompt_logprobs=self._prompt_entries(prompt_logprobs),

@@ -45,7 +45,7 @@ class PreparedRequest:
 
     request_id: str
     prompt: str | None
-    prompt_token_ids: list[int]
+    prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     sample_params: tuple[SamplingParams, ...]
     seeds: tuple[int, ...]
@@ -152,7 +152,7 @@ class InputProcessor:
         text, token_ids, own_salt = _split_prompt(prompt)
         cache_salt = _check_salt(own_salt if own_salt is not None else cache_salt)
         if token_ids is None:
-            token_ids = self._encode(text)
+            token_ids = self._encode(text or "")
         else:
             token_ids = _check_token_ids(token_ids, self._vocab_size)
         params = self._with_max_tokens(params, len(token_ids))
@@ -160,7 +160,7 @@ class InputProcessor:
         return PreparedRequest(
             request_id=request_id,
             prompt=text,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=tuple(token_ids),
             params=params,
             sample_params=_per_sample(params),
             seeds=tuple(child_seed(seed, i) for i in range(params.n)),
@@ -313,13 +313,14 @@ def _check_token_ids(ids: Iterable[Any], vocab_size: int) -> list[int]:
                 f"prompt: token ids must be integers, got {i!r:.40} at position {len(checked)}",
                 "prompt",
             )
-        if not 0 <= i < vocab_size:
+        token_id = int(i)
+        if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
-                f"prompt: token id {i} at position {len(checked)} is outside the vocabulary of "
-                f"{vocab_size}",
+                f"prompt: token id {token_id} at position {len(checked)} is outside the "
+                f"vocabulary of {vocab_size}",
                 "prompt",
             )
-        checked.append(int(i))
+        checked.append(token_id)
     if not checked:
         raise InvalidRequestError("prompt must not be empty", "prompt")
     return checked

@@ -12,10 +12,10 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
@@ -127,7 +127,7 @@ class LLM:
             EngineDeadError: The engine broke, now or before, or was shut down.
         """
         single = _is_single(prompts)
-        batch = [prompts] if single else list(prompts)
+        batch = cast("Sequence[Prompt]", [prompts] if single else list(prompts))
         return self._run(batch, sampling_params, "" if single else "prompts", use_tqdm)
 
     def chat(
@@ -154,7 +154,9 @@ class LLM:
             EngineDeadError: As for `generate`.
         """
         single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations = [messages] if single else list(messages)
+        conversations = cast(
+            "Sequence[Sequence[Message]]", [messages] if single else list(messages)
+        )
         where = "" if single else "messages"
         template = {**(chat_template_kwargs or {}), **template_kwargs}
         prompts = []
@@ -164,10 +166,12 @@ class LLM:
         return self._run(prompts, sampling_params, where, use_tqdm)
 
     def shutdown(self) -> None:
-        """Let go of the engine, and with it of the device's memory."""
+        """Let go of the engine, and with it of the device's memory. A second call is harmless."""
         with self._lock:
+            if hasattr(self, "_engine"):
+                self._engine.close()
+                del self._engine
             self._unusable = "this LLM was shut down; build a new one"
-            self._engine = None
 
     def _run(
         self,
@@ -301,7 +305,7 @@ def _result(generation: Generation) -> RequestOutput:
 
 
 @contextmanager
-def _naming(where: str, index: int) -> Iterator[None]:
+def _naming(where: str, index: int) -> Generator[None, None, None]:
     """Say of which entry of a list an error speaks."""
     try:
         yield
@@ -312,7 +316,7 @@ def _naming(where: str, index: int) -> Iterator[None]:
 
 
 @contextmanager
-def _interrupts_between_steps() -> Iterator[threading.Event]:
+def _interrupts_between_steps() -> Generator[threading.Event, None, None]:
     """Hold the first Ctrl-C back until the step in flight is done; the second acts at once.
 
     A step cut in the middle would leave scheduler and device of two minds about who got a token.

@@ -31,7 +31,9 @@ class ByteTokenizer:
     bos_token_id = None
     eos_token_ids = frozenset({EOS})
     special_token_ids = frozenset(range(256, VOCAB_SIZE))
+    strips_leading_space = False
     has_chat_template = True
+    strips_leading_space = False
 
     def __init__(self) -> None:
         self.encoding_threads: set[str] = set()
@@ -120,6 +122,7 @@ class FakeEngine:
         self.added: list[str] = []
         self.aborted: list[tuple[str, FinishReason]] = []
         self.num_checks = 0
+        self.closed = False
         self.corrupt = False
         self.threads: set[str] = set()
         self.fail_next: set[str] = set()  # these end with an error at the next step
@@ -154,6 +157,9 @@ class FakeEngine:
 
     def has_unfinished(self) -> bool:
         return bool(self.live)
+
+    def close(self) -> None:
+        self.closed = True
 
     def check_integrity(self) -> None:
         self._note_thread()

@@ -30,7 +30,7 @@ def serving(fake=None, *, observer=None, **settings):
     finally:
         engine.shutdown(drain_timeout_s=TIMEOUT_S)
     assert not engine._thread.is_alive()
-    assert not fake.live and engine.num_live_requests == 0
+    assert not fake.live and engine.num_live_requests == 0 and fake.closed
     assert fake.threads <= {"jaxinfer-engine"}
 
 
@@ -63,12 +63,16 @@ class Gate:
     def __init__(self, allowed=0):
         self._steps = threading.Semaphore(allowed)
         self._open = False
-        self.reached = threading.Semaphore(0)
+        self._reached = threading.Semaphore(0)
 
     def __call__(self, number):
-        self.reached.release()
+        self._reached.release()
         if not self._open:
             assert self._steps.acquire(timeout=TIMEOUT_S), "no step was allowed in time"
+
+    async def next_step(self):
+        """Wait until the engine thread stands before a step not waited for yet."""
+        assert await asyncio.to_thread(self._reached.acquire, timeout=TIMEOUT_S)
 
     def allow(self, number=1):
         self._steps.release(number)
@@ -174,19 +178,21 @@ def test_an_abort_frees_the_request_before_the_next_step(how, num_steps):
     gate = Gate(num_steps)
     fake = FakeEngine(on_step=gate)
 
-    async def consume(stream, seen):
+    async def consume(stream, seen, in_flight):
         async with aclosing(stream):
             async for output in stream:
                 seen.append(output)
                 if how == "error" and len(output.outputs[0].token_ids) == num_steps:
+                    await in_flight.wait()
                     raise RuntimeError("in the loop's body")
 
     async def main():
-        seen = []
+        seen, in_flight = [], asyncio.Event()
         stream = engine.generate("hi", LONG, "mine")
-        task = asyncio.create_task(consume(stream, seen))
-        for _ in range(num_steps + 1):  # the engine thread now waits in the next step
-            await asyncio.to_thread(gate.reached.acquire)
+        task = asyncio.create_task(consume(stream, seen, in_flight))
+        for _ in range(num_steps + 1):
+            await gate.next_step()
+        in_flight.set()  # the engine thread now waits in the next step
         while num_steps and not (seen and len(seen[-1].outputs[0].token_ids) == num_steps):
             await asyncio.sleep(0)
         if how == "abort":
@@ -361,7 +367,7 @@ def test_a_broken_invariant_found_when_idle_stops_the_engine(caplog):
 def test_an_error_of_one_request_leaves_the_others_alone():
     async def main():
         broken = asyncio.create_task(whole(engine, params=LONG, request_id="broken"))
-        await asyncio.to_thread(gate.reached.acquire)
+        await gate.next_step()
         fake.fail_next.add("broken-0")
         gate.open()
         good, bad = await asyncio.gather(whole(engine), broken)
@@ -378,7 +384,7 @@ def test_an_error_of_one_request_leaves_the_others_alone():
 def test_shutdown_drains_or_aborts_and_refuses_what_comes_later(drain):
     async def main():
         running = asyncio.create_task(whole(engine, params=LONG))
-        await asyncio.to_thread(gate.reached.acquire)
+        await gate.next_step()
         ending = asyncio.create_task(
             asyncio.to_thread(engine.shutdown, TIMEOUT_S if drain else 0.0)
         )

@@ -35,7 +35,7 @@ def processor(**changes):
 )
 def test_every_form_of_a_prompt_gives_the_same_tokens(prompt):
     prepared = processor().prepare("r", prompt, SamplingParams())
-    assert prepared.prompt_token_ids == [104, 105]
+    assert prepared.prompt_token_ids == (104, 105)
     assert all(type(i) is int for i in prepared.prompt_token_ids)
 
 

@@ -187,8 +187,11 @@ def test_integrity_is_checked_when_the_batch_is_done():
 
 
 def test_after_shutdown_nothing_is_served():
-    with make() as llm:
+    engine = FakeEngine()
+    with make(engine) as llm:
         llm.generate("a", SHORT)
+    llm.shutdown()
+    assert engine.closed
     with pytest.raises(EngineDeadError, match="shut down"):
         llm.generate("a", SHORT)
 
