@@ -60,6 +60,8 @@ def load_gguf(file: Path, config: dict[str, Any] | None = None):
 def run(model, prompt: list[int], num_new_tokens: int) -> Run:
     """Run `prompt`, extend it greedily with a cache, and check the result without one."""
     ids = torch.tensor([prompt])
+    # A None in the call's own configuration would be filled in from the model's.
+    model.generation_config = transformers.GenerationConfig(eos_token_id=None)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -81,6 +83,7 @@ def run(model, prompt: list[int], num_new_tokens: int) -> Run:
     T = len(prompt)
     top = logits[T - 1 : -1].topk(2)
     greedy = out[0, T:]
+    assert len(greedy) == num_new_tokens
     # The cached run must agree with the uncached one; where it does not, the margin is no margin.
     assert torch.equal(top.indices[:, 0], greedy), "the reference disagrees with itself"
     return Run(
