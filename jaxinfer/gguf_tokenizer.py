@@ -138,7 +138,9 @@ def _sentencepiece(
     add_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     steps: list[Any] = []
     if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
-        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" +"), " ")]
+        # Not ^ and $, which here also match at line breaks inside the text.
+        ends, runs = Regex(r"\A +| +\z"), Regex(" +")
+        steps += [normalizers.Replace(ends, ""), normalizers.Replace(runs, " ")]
     if add_space:
         steps.append(normalizers.Prepend("▁"))
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
