@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.sampling_params import SamplingParams
@@ -70,11 +70,13 @@ def _logit_bias(value: Any) -> Any:
         return None
     if not isinstance(value, dict):
         raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
-    for key in value:
+    for key, bias in value.items():
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequestError(
                 f"logit_bias: the keys must be token ids, got {key[:40]!r}", "logit_bias"
             )
+        if type(bias) not in (int, float):
+            raise InvalidRequestError("logit_bias: the values must be numbers", "logit_bias")
     return {int(key): bias for key, bias in value.items()}
 
 
@@ -140,7 +142,7 @@ class RequestFields(BaseModel):
     ignore_eos: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_logit_bias)] = None
+    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_logit_bias)] = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
