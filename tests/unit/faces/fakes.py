@@ -31,7 +31,6 @@ class ByteTokenizer:
     bos_token_id = None
     eos_token_ids = frozenset({EOS})
     special_token_ids = frozenset(range(256, VOCAB_SIZE))
-    strips_leading_space = False
     has_chat_template = True
     strips_leading_space = False
 
