@@ -148,12 +148,10 @@ class Scheduler:
         for row, token_id, corrupted, logprobs in zip(
             plan.sampling_rows, result.token_ids, result.corrupted, result.logprobs, strict=True
         ):
-            if not row.is_current:
-                continue
-            if corrupted:
-                outputs.append(self._fail(row))
-            else:
-                outputs.append(self._append(row.request, token_id, logprobs))
+            if row.is_current:
+                outputs.append(
+                    self._fail(row) if corrupted else self._emit(row.request, token_id, logprobs)
+                )
         return outputs
 
     def check_integrity(self) -> None:
@@ -185,20 +183,20 @@ class Scheduler:
             return True
         num_missing = pool.num_pages_for(num_tokens) - len(request.page_ids)
         while not pool.can_allocate(num_missing):
-            victim = self._running.pop()
-            self._preempt(victim)
-            if victim is request:
+            if self._preempt_worst() is request:
                 return False
         request.page_ids += pool.allocate(num_missing)
         return True
 
-    def _preempt(self, request: Request) -> None:
-        """Take a request's pages and put it back in front of those that it was in front of."""
-        self._release(request)
-        request.status = RequestStatus.WAITING
-        request.num_preemptions += 1
+    def _preempt_worst(self) -> Request:
+        """Take the last one's pages and put it back in front of those that it was in front of."""
+        victim = self._running.pop()
+        self._release(victim)
+        victim.status = RequestStatus.WAITING
+        victim.num_preemptions += 1
         self.num_preemptions += 1
-        insort_left(self._waiting, request, key=self._rank)
+        insort_left(self._waiting, victim, key=self._rank)
+        return victim
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request pages for all its tokens, found or new; False if it must wait.
@@ -263,14 +261,11 @@ class Scheduler:
         request.num_hashed_pages = num_pages
 
     def _hash_pages(self, request: Request, num_pages: int) -> list[bytes]:
-        """Return the hashes of the leading pages; kept, as a request's tokens never change."""
-        hashes, size = request.page_hashes, self.page_pool.page_size
-        extend_hashes(hashes, num_pages, request.token_ids, size, request.cache_salt)
+        hashes, page_size = request.page_hashes, self.page_pool.page_size
+        extend_hashes(hashes, num_pages, request.token_ids, page_size, request.cache_salt)
         return hashes[:num_pages]
 
-    def _append(
-        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
-    ) -> TokenOutput:
+    def _emit(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
         request.append(token_id)
         prompt_logprobs = None
         if request.first_token_time is None:

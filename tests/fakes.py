@@ -142,6 +142,7 @@ class FakeRunner:
 
     def forward(self, plan: StepPlan) -> FakeLogits:
         """Compute the planned tokens; layer by layer, writes before reads."""
+        assert all(row.num_scheduled_tokens > 0 for row in plan.rows), "a row without tokens"
         layer0, layer1 = self._layers
         slots = [self._slots(row.request, row.end) for row in plan.rows]
         written = np.concatenate([s[row.start :] for row, s in zip(plan.rows, slots, strict=True)])
