@@ -82,7 +82,8 @@ needs_default_model = pytest.mark.skipif(
 def shared_model() -> Iterator[None]:
     """Makes every `LLM`, engine and server of this file use one loaded model, small and cold.
 
-    They use it one after the other, which is all that an engine asks of its callers.
+    They use it one after the other, which is all that an engine asks of its callers, and none of
+    them closes it for the next.
     """
     from jaxinfer import loading
     from jaxinfer.config import EngineConfig
@@ -96,7 +97,9 @@ def shared_model() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load", load_shared)
+        patch.setattr(model.engine, "close", lambda: None)
         yield
+    model.engine.close()
 
 
 @pytest.fixture
