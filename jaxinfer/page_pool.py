@@ -29,11 +29,11 @@ def page_hash(previous: bytes, token_ids: Sequence[int], salt: str = "") -> byte
     """
     # A salt from JSON may hold lone surrogates, which plain UTF-8 refuses. `person` keeps a salt
     # that spells out some page's bytes from landing on that page's hash.
-    root = (
-        previous
-        or blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32, person=b"salt").digest()
-    )
-    return blake2b(root + array("q", token_ids).tobytes(), digest_size=32, person=b"page").digest()
+    if not previous:
+        salt_bytes = salt.encode("utf-8", "surrogatepass")
+        previous = blake2b(salt_bytes, digest_size=32, person=b"salt").digest()
+    page_bytes = previous + array("q", token_ids).tobytes()
+    return blake2b(page_bytes, digest_size=32, person=b"page").digest()
 
 
 def extend_hashes(

@@ -138,7 +138,7 @@ class FakeRunner:
         self._last_sampled: list[int] = []
 
     def run(self, plan: StepPlan) -> StepResult:
-        return self.fetch(self.sample(plan, self.forward(plan)))
+        return self.fetch(plan, self.sample(plan, self.forward(plan)))
 
     def forward(self, plan: StepPlan) -> FakeLogits:
         """Compute the planned tokens; layer by layer, writes before reads."""
@@ -183,8 +183,16 @@ class FakeRunner:
             prompt_logprobs=logits.prompt_logprobs,
         )
 
-    def fetch(self, sampled: StepResult) -> StepResult:
+    def fetch(self, plan: StepPlan, sampled: StepResult) -> StepResult:
+        assert len(sampled.token_ids) == len(plan.sampling_rows)
         return sampled
+
+    def forget(self, request_id: str) -> None:
+        """It remembers nothing of a request."""
+
+    @property
+    def num_programs(self) -> int:
+        return 0
 
     def _slots(self, request: Request, end: int) -> np.ndarray:
         positions = np.arange(end)
@@ -238,7 +246,7 @@ class StepLoop:
         outputs: list[TokenOutput] = []
         if self._in_flight is not None:
             previous, sampled = self._in_flight
-            outputs = self.scheduler.update(previous, self.runner.fetch(sampled))
+            outputs = self.scheduler.update(previous, self.runner.fetch(previous, sampled))
         self._in_flight = (plan, self.runner.sample(plan, logits)) if plan else None
         return outputs
 

@@ -156,6 +156,13 @@ class TestBudget:
             plan, _ = step(scheduler)
             assert shares(plan) == {"high": 5, "low0": 1, "low1": 1, "low2": 1}
 
+    def test_tokens_that_a_running_request_cannot_use_go_to_others(self):
+        scheduler = make_scheduler(budget=8)
+        scheduler.add(make_request("ends", range(2), max_tokens=1))
+        scheduler.add(make_request("long", range(30)))
+        assert shares(scheduler.schedule()) == {"ends": 2, "long": 6}
+        assert shares(scheduler.schedule()) == {"long": 8}
+
     def test_request_never_runs_past_its_limit(self):
         """Overlapped: while its last token is in flight there is nothing more to compute."""
         scheduler = make_scheduler()
@@ -204,15 +211,16 @@ class TestPreemption:
         assert (last.num_computed_tokens, last.num_tokens, last.page_ids) == (0, 9, [])
 
     def test_nobody_is_admitted_in_a_step_that_preempts(self):
-        scheduler = make_scheduler(num_pages=6, budget=32)
-        scheduler.add(make_request("first", range(8), max_tokens=6))
-        scheduler.add(make_request("second", range(11), max_tokens=6))
+        scheduler = make_scheduler(num_pages=6, budget=32, policy="priority")
+        scheduler.add(make_request("first", range(8), max_tokens=6, priority=1))
+        scheduler.add(make_request("second", range(11), max_tokens=6, priority=1))
         step(scheduler)
         step(scheduler)
-        scheduler.add(make_request("tiny", [1], max_tokens=1))
+        scheduler.add(make_request("urgent", [1], max_tokens=1, priority=0))
         plan, _ = step(scheduler)
         assert plan.num_preempted == 1
         assert list(shares(plan)) == ["first"]
+        assert list(shares(step(scheduler)[0])) == ["first", "urgent"]
 
     def test_worst_priority_gives_way_whoever_came_first(self):
         scheduler = make_scheduler(num_pages=8, budget=32, policy="priority")
@@ -234,6 +242,18 @@ class TestPreemption:
         assert [output.request_id for output in outputs] == ["first"]
         assert victim.output_token_ids == []
         scheduler.check_integrity()
+
+    def test_result_of_an_earlier_epoch_is_dropped_even_if_the_request_runs_again(self):
+        scheduler = make_scheduler(num_pages=5, budget=32)
+        scheduler.add(make_request("first", range(8), max_tokens=8))
+        victim = make_request("victim", range(8), max_tokens=8)
+        scheduler.add(victim)
+        plans = [scheduler.schedule(), scheduler.schedule()]
+        scheduler.abort("first")
+        plans.append(scheduler.schedule())
+        assert victim.status is RequestStatus.RUNNING
+        assert [len(scheduler.update(plan, result(plan))) for plan in plans] == [0, 0, 1]
+        assert victim.output_token_ids == [5]
 
     def test_low_and_high_priority_in_a_small_pool_all_finish_best_first(self):
         """15 low and 5 high priority requests crashed an engine of the field."""
