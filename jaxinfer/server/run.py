@@ -122,8 +122,9 @@ class Server(uvicorn.Server):
         """Drain at the first signal, end at the second."""
         if self.should_exit:
             _exit_now(EXIT_FORCED)
-        logger.info("%s: draining; a second signal ends at once", signal.Signals(sig).name)
+        # First the flag: the second signal may come while the line below is being written.
         self.stop()
+        logger.info("%s: draining; a second signal ends at once", signal.Signals(sig).name)
 
 
 class _Loading(threading.Thread):
@@ -202,8 +203,6 @@ def _finish(state: ServerState, loading: _Loading) -> None:
 
 def _exit_now(code: int) -> NoReturn:
     """End without waiting: a thread inside the compiler or device runtime cannot be interrupted."""
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)
 
 

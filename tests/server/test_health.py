@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -37,16 +39,21 @@ serve(EngineConfig(), port=0, load=load, options=ServerOptions(drain_timeout_s=2
 LOAD = "r = RecitingRunner(); r.step_s = 0.001; return make_loaded(r, max_model_len=4096)"
 
 
-def start(load: str = LOAD) -> subprocess.Popen:
-    script = SCRIPT.format(load=load)
-    return subprocess.Popen(
-        [sys.executable, "-c", script],
+@contextmanager
+def started(load: str = LOAD) -> Iterator[subprocess.Popen]:
+    """Run the script; leave no process behind, whatever the test finds."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT.format(load=load)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def read_until(stream, word: str) -> str:
@@ -59,14 +66,6 @@ def read_until(stream, word: str) -> str:
 
 def ready_url(process: subprocess.Popen) -> str:
     return read_until(process.stdout, "is ready at").split()[-1].removesuffix("/v1")
-
-
-def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        process.kill()
-    return process.returncode, out, err
 
 
 def test_health_goes_from_loading_to_ok_to_draining(own_server):
@@ -99,49 +98,49 @@ def test_models_and_version(server):
 
 
 def test_curl_line_works_then_sigterm_lets_the_running_request_end():
-    process = start()
-    url = ready_url(process)
-    lines = [line.strip() for line in (process.stdout.readline() for _ in range(4))]
-    command = " ".join(line.removesuffix("\\") for line in lines if line)
-    answer = subprocess.run(
-        command, shell=True, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
-    )
-    assert '"role":"assistant"' in answer.stdout
-
     body = {"prompt": "Hi", "ignore_eos": True, "max_tokens": 1000, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
-        lines = response.iter_lines()
-        next(lines)
-        process.send_signal(signal.SIGTERM)
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-    code, _, err = finish(process)
-    assert code == 0, err
-    assert "SIGTERM: draining" in err
+    with started() as process:
+        url = ready_url(process)
+        lines = [line.strip() for line in (process.stdout.readline() for _ in range(4))]
+        command = " ".join(line.removesuffix("\\") for line in lines if line)
+        answer = subprocess.run(
+            command, shell=True, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+        )
+        assert '"role":"assistant"' in answer.stdout
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        _, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, err
+        assert "SIGTERM: draining" in err
 
 
 def test_second_signal_ends_at_once():
-    process = start()
-    url = ready_url(process)
     body = {"prompt": "Hi", "ignore_eos": True, "max_tokens": 4000, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as response:
-        lines = response.iter_lines()  # dropping it would close the connection
-        next(lines)
-        process.send_signal(signal.SIGINT)
-        read_until(process.stderr, "SIGINT: draining")
-        asked = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        process.wait(TIMEOUT_S)
-        assert time.monotonic() - asked < 2
-    assert finish(process)[0] == 130
+    with started() as process:
+        url = ready_url(process)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as stream:
+            lines = stream.iter_lines()  # dropping it would close the connection
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            read_until(process.stderr, "SIGINT: draining")
+            asked = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            process.wait(TIMEOUT_S)
+            assert time.monotonic() - asked < 2
+        assert process.returncode == 130
 
 
 def test_port_answers_503_while_loading_and_a_signal_ends_it():
-    process = start("time.sleep(600)")
-    url = read_until(process.stderr, "listening on").split("listening on ")[1].split(",")[0]
-    assert httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 503
-    process.send_signal(signal.SIGTERM)
-    assert finish(process)[0] == 0
+    with started("time.sleep(600)") as process:
+        line = read_until(process.stderr, "listening on")
+        url = line.split("listening on ")[1].split(",")[0]
+        assert httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 503
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize(
