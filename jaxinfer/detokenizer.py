@@ -89,9 +89,9 @@ class Detokenizer:
         """
         for token_id in token_ids:
             if self.stop_reason is not None:
-                return ""
+                break
             self.num_tokens_used += 1
-            self._take(self._utf8.decode(self._token(token_id)))
+            self._take(self._characters(self._token(token_id)))
         if self.stop_reason is None and finished:
             self._take(self._utf8.decode(b"", final=True))
         return self._emit(everything=finished or self.stop_reason is not None)
@@ -105,6 +105,14 @@ class Detokenizer:
             self._strip_space = False
             return data.removeprefix(b" ")
         return data
+
+    def _characters(self, data: bytes) -> str:
+        text = self._utf8.decode(data)
+        # Python waits for the third byte of a surrogate (ED A0 … ED BF), which is never UTF-8.
+        kept, _ = self._utf8.getstate()
+        if len(kept) == 2 and b"\xed\xa0" <= kept <= b"\xed\xbf":
+            text += self._utf8.decode(b"", final=True)
+        return text
 
     def _take(self, text: str) -> None:
         if not self._stops:

@@ -140,12 +140,13 @@ class Tokenizer:
         if not isinstance(text, str):
             raise InvalidRequestError(f"prompt must be a string, got {text!r:.80}", "prompt")
         try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
                 f"prompt holds half a surrogate pair at character {error.start}, which is no text",
                 "prompt",
             ) from error
+        ids = self._backend.encode(text, add_special_tokens=False).ids
         if not add_special_tokens:
             return ids
         if self._prefix and ids[: len(self._prefix)] != self._prefix:
@@ -189,6 +190,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -211,7 +213,7 @@ class Tokenizer:
             **kwargs,
         )
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **template: Any) -> list[int]:
         """Return the conversation's token ids. The template writes BOS itself; none is added."""
         text = self.render_chat(messages, **template)
         try:
@@ -241,12 +243,14 @@ class Tokenizer:
         return config
 
     def _encode_inside(self, text: str) -> list[int]:
-        # After a line break a text is encoded as it is anywhere but at the very start, where
-        # SentencePiece would put its word mark in front.
-        anchor = self.encode("\n", add_special_tokens=False)
-        ids = self.encode(f"\n{text}", add_special_tokens=False)
-        if anchor and ids[: len(anchor)] == anchor:
-            return ids[len(anchor) :]
+        # After another character a text is encoded as it is anywhere but at the very start, where
+        # SentencePiece would put its word mark in front. Some vocabularies have tokens that begin
+        # with a line break; hardly any has one that begins with NUL.
+        for before in ("\n", "\0"):
+            anchor = self.encode(before, add_special_tokens=False)
+            ids = self.encode(before + text, add_special_tokens=False)
+            if anchor and ids[: len(anchor)] == anchor:
+                return ids[len(anchor) :]
         return self.encode(text, add_special_tokens=False)
 
 

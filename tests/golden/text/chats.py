@@ -57,7 +57,7 @@ CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
     [
         {"role": "system", "content": "Be brief.\n"},
         {"role": "user", "content": "  spaced  "},
-        {"role": "assistant", "content": "<b>Ünïcödé</b> 😀 & \"quotes\" \\n"},
+        {"role": "assistant", "content": '<b>Ünïcödé</b> 😀 & "quotes" \\n'},
         {"role": "user", "content": ""},
     ],
     [{"role": "user", "content": "{{ 7 * 7 }}{% raw %}<|im_end|>"}],

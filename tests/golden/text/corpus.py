@@ -1,4 +1,4 @@
-"""Texts on which tokenizers disagree, if they do anywhere. Short on purpose: the goldens hold ids."""
+"""Texts on which tokenizers disagree, if they do anywhere. Short, since the goldens hold ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS: tuple[str, ...] = (
     "def f(x):\n    if x > 0:\n        return x ** 2  # square\n    return None\n",
     "for (int i = 0; i < n; ++i) { a[i] += b[i] * 0x1F; }",
     '{"key": ["value", 1.5e-3, null, true]}',
-    "<div class=\"a b\">&nbsp;</div><!-- no -->",
+    '<div class="a b">&nbsp;</div><!-- no -->',
     "https://example.org/a/b?c=d&e=%20f#g user@example.org",
     "1 12 123 1234 12345 1234567890 3.14159 1,000,000 2024-05-17",
     "v2beta3rc4 x86_64 R2D2 ½ ² Ⅷ ٣٤ 四十二",

@@ -59,9 +59,7 @@ class Vocabulary:
         data = text.encode()
         room = len(data) + 8
         ids = (ctypes.c_int32 * room)()
-        count = self._lib.llama_tokenize(
-            self._vocab, data, len(data), ids, room, add_special, True
-        )
+        count = self._lib.llama_tokenize(self._vocab, data, len(data), ids, room, add_special, True)
         if count < 0:
             raise RuntimeError(f"{text!r:.40} needs {-count} tokens")
         return list(ids[:count])

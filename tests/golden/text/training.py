@@ -1,18 +1,20 @@
-"""Text to train the tiny vocabularies on: some sentences of several scripts, repeated and varied."""
+"""Text to train the tiny vocabularies on: sentences of several scripts, repeated and varied."""
 
 from __future__ import annotations
 
 import random
 
-_WORDS = (
-    "the of and to in is it that was for on are with as his they be at one have this from or had by "
-    "hot word but what some we can out other were all there when up use your how said an each she "
-    "which do their time if will way about many then them write would like so these her long make "
-    "thing see him two has look more day could go come did number sound no most people my over know "
-    "water than call first who may down side been now find hello world return value table number "
-    "naive façade été Straße Русский слово мир Ελληνικά 你好 世界 今天 日本語 テキスト 한국어 "
-    "مرحبا नमस्ते 😀 👍 123 2024 3.14 0x1F snake_case CamelCase it's we've don't I'm"
-).split()
+_TEXT = (
+    "the of and to in is it that was for on are with as his they be at one have this from "
+    "or had by hot word but what some we can out other were all there when up use your "
+    "how said an each she which do their time if will way about many then them write "
+    "would like so these her long make thing see him two has look more day could go come "
+    "did number sound no most people my over know water than call first who may down side "
+    "been now find hello world return value table number naive façade été Straße Русский "
+    "слово мир Ελληνικά 你好 世界 今天 日本語 テキスト 한국어 مرحبا नमस्ते 😀 👍 123 2024 3.14 0x1F "
+    "snake_case CamelCase it's we've don't I'm "
+)
+_WORDS = _TEXT.split()
 _CODE = (
     "def f(x):\n    return x ** 2\n",
     "for i in range(10):\n        print(i)\n",

@@ -1,4 +1,4 @@
-"""The tiny vocabularies of `tests/golden/text` as tokenizers, and the texts they were asked about."""
+"""The tiny vocabularies of `tests/golden/text` as tokenizers, and the texts of the goldens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,6 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "text"
 @cache
 def golden(name: str) -> dict[str, Any]:
     return json.loads((GOLDEN / f"{name}.json").read_text())
-
-
-@cache
-def corpus() -> dict[str, tuple[str, ...]]:
-    names: dict[str, Any] = {}
-    exec(compile((GOLDEN / "corpus.py").read_text(), "corpus.py", "exec"), names)
-    return {"texts": names["TEXTS"], "kind_texts": names["KIND_TEXTS"]}
 
 
 def from_gguf(metadata: dict[str, Any], **config: Any) -> Tokenizer:
