@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -32,9 +32,9 @@ async def stream(
         InvalidRequestError: It cannot be served as asked.
     """
     if isinstance(asked, str):
-        prompt: Any = {"prompt": asked, "prompt_token_ids": await engine.encode(asked)}
+        prompt = {"prompt": asked, "prompt_token_ids": await engine.encode(asked)}
     else:
-        prompt = await engine.chat_prompt(asked)
+        prompt = cast("dict[str, Any]", await engine.chat_prompt(asked))
     room = engine.max_model_len - len(prompt["prompt_token_ids"])
     if params.max_tokens is not None and room >= 1:
         params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
