@@ -4,12 +4,13 @@
     ├── InvalidRequestError (ValueError)   the caller's request is wrong; HTTP 400
     │   ├── UnknownModelError              the named model is not served here; HTTP 404
     │   └── ChatTemplateError              the chat template cannot render the messages; HTTP 400
-    ├── ConfigError (ValueError)           the engine cannot be built from these settings; exit code 2
-    ├── ModelError (ValueError)            the checkpoint and the model do not fit together; exit code 2
+    ├── ConfigError (ValueError)           no engine can be built from these settings; exit code 2
+    ├── ModelError (ValueError)            checkpoint and model do not fit together; exit code 2
     ├── QueueFullError (RuntimeError)      too many requests wait; HTTP 503 with Retry-After
-    └── EngineDeadError (RuntimeError)     an invariant broke or the device failed; HTTP 503, nothing more is served
+    └── EngineDeadError (RuntimeError)     an invariant broke or the device failed; HTTP 503, for good
 
-The `checkpoints` package has its own tree under `checkpoints.CheckpointError`, because it knows no jaxinfer.
+The `checkpoints` package has its own tree under `checkpoints.CheckpointError`, because it knows no
+jaxinfer.
 """
 
 
