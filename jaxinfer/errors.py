@@ -7,7 +7,7 @@
     ├── ConfigError (ValueError)           no engine can be built from these settings; exit code 2
     ├── ModelError (ValueError)            checkpoint and model do not fit together; exit code 2
     ├── QueueFullError (RuntimeError)      too many requests wait; HTTP 503 with Retry-After
-    └── EngineDeadError (RuntimeError)     an invariant broke or the device failed; HTTP 503, for good
+    └── EngineDeadError (RuntimeError)     an invariant or the device broke; HTTP 503 for good
 
 The `checkpoints` package has its own tree under `checkpoints.CheckpointError`, because it knows no
 jaxinfer.
