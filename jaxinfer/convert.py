@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 import checkpoints
 from jaxinfer.errors import ConfigError
-from jaxinfer.loading import ModelSource, load_model
+from jaxinfer.loading import tokenizer_of
+from jaxinfer.model_source import ModelSource, load_model
 from jaxinfer.models import family_of
 from jaxinfer.sharding import make_mesh
 
@@ -47,7 +48,7 @@ def convert(
         )
     source = ModelSource.open(src)
     model_config = family_of(source.config).config(source.config)
-    tokenizer = source.tokenizer()
+    tokenizer = tokenizer_of(source)
     _, parameters = load_model(
         source, model_config, make_mesh(), jnp.dtype(dtype), on_progress
     )

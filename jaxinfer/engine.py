@@ -40,7 +40,6 @@ class Engine:
         runner: Runs the steps.
         vocab_size: Token ids lie in [0, vocab_size).
         eos_token_ids: Tokens that end a sequence unless a request says `ignore_eos`.
-        guard: Watches for compilations while serving.
 
     Attributes:
         max_model_len: Longest prompt + output, tokens.
@@ -53,7 +52,6 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        guard: CompileGuard | None = None,
     ):
         assert config.num_pages and config.max_model_len, "the config must be resolved"
         self.config = config
@@ -68,7 +66,7 @@ class Engine:
             policy=config.scheduling_policy,
             max_waiting=config.max_waiting,
         )
-        self._guard = guard or CompileGuard()
+        self._guard = CompileGuard()
         self._in_flight: tuple[StepPlan, object] | None = None
         self._stats = EngineStats(num_pages=config.num_pages)
 
@@ -120,6 +118,10 @@ class Engine:
         """End a request without a further output; unknown ids are ignored."""
         if self.scheduler.abort(request_id, reason) is not None:
             self._forget(request_id, reason)
+
+    def warmed_up(self) -> None:
+        """Say that everything is compiled: from here on a compilation is a defect, and counted."""
+        self._guard.reset()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do."""

@@ -222,6 +222,10 @@ class ModelRunner:
             prompt_logprobs=prompt_logprobs,
         )
 
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Return float32 [n, V] for hidden states [n, D]: for inspection, compiled on each call."""
+        return jax.jit(lambda leaves, x: self._head.module(leaves)(x))(self._head.leaves, hidden)
+
     @property
     def num_programs(self) -> int:
         """Programs compiled so far."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,14 @@ from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.family import Family, Weight
 
 
+@runtime_checkable
 class TensorInfo(Protocol):
     """What is known of a tensor before it is read."""
 
     shape: tuple[int, ...]
 
 
+@runtime_checkable
 class TensorSource(Protocol):
     """The bytes seam, as `checkpoints.Checkpoint` offers it: HF names and layouts."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable, runtime_checkable
 
 from flax import nnx
 
@@ -11,6 +11,7 @@ from jaxinfer.nn.rope import RopeTable, apply_rope
 from pallas_kernels.shapes import Array, Float
 
 
+@runtime_checkable
 @runtime_checkable
 class Attend(Protocol):
     """The cache seam: stores a layer's new keys and values, and attends to all of the row's.

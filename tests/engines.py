@@ -1,0 +1,128 @@
+"""Engines over the committed tiny checkpoints, and ways to run requests through them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.batch import ScheduledRow, StepPlan
+from jaxinfer.config import EngineConfig
+from jaxinfer.engine import Engine
+from jaxinfer.model_runner import ModelRunner, RunnerConfig
+from jaxinfer.model_source import ModelSource, load_model
+from jaxinfer.models import family_of
+from jaxinfer.request import Request, TokenOutput
+from jaxinfer.resolution import resolve, runner_config
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.sharding import make_mesh
+
+GOLDEN = Path(__file__).parent / "golden" / "models"
+
+SMALL = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "page_size": 8,
+    "num_pages": 256,
+    "dtype": "float32",
+}
+"""Settings under which a tiny model compiles in seconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One request of a test."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int = 0
+    priority: int = 0
+    cache_salt: str = ""
+
+
+@functools.cache
+def loaded(name: str, dtype: str = "float32"):
+    """Return a golden checkpoint's source, config, abstract model and parameters."""
+    source = ModelSource.open(str(GOLDEN / name))
+    config = family_of(source.config).config(source.config)
+    model, parameters = load_model(source, config, make_mesh(), jnp.dtype(dtype))
+    return source, config, model, parameters
+
+
+@functools.cache
+def _runner(name: str, config: RunnerConfig) -> ModelRunner:
+    _, model_config, model, parameters = loaded(name, jnp.dtype(config.dtype).name)
+    return ModelRunner(model_config, model, parameters, make_mesh(), config)
+
+
+def make_engine(name: str, **settings) -> Engine:
+    """Return a fresh engine; those of equal shapes share a runner, and so its programs.
+
+    Their pages then hold what an earlier engine left there, as in a long-running server.
+    """
+    _, model_config, _, _ = loaded(name)
+    config = resolve(EngineConfig(**{**SMALL, "warmup": False, **settings}), model_config)
+    return Engine(
+        config,
+        _runner(name, runner_config(config)),
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=frozenset({2}),
+    )
+
+
+def run(engine: Engine, work: Mapping[str, Work]) -> dict[str, list[TokenOutput]]:
+    """Run all requests at once and return what each was given."""
+    outputs: dict[str, list[TokenOutput]] = {name: [] for name in work}
+    for name, w in work.items():
+        engine.add_request(
+            name, w.prompt, w.params, seed=w.seed, priority=w.priority, cache_salt=w.cache_salt
+        )
+    while engine.has_unfinished():
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    engine.check_integrity()
+    return outputs
+
+
+def tokens_of(outputs: Iterable[TokenOutput]) -> list[int]:
+    """Return all tokens of a request."""
+    return [token for output in outputs for token in output.new_token_ids]
+
+
+def run_tokens(engine: Engine, work: Mapping[str, Work]) -> dict[str, list[int]]:
+    """Run all requests at once and return their tokens."""
+    return {name: tokens_of(outputs) for name, outputs in run(engine, work).items()}
+
+
+def run_alone(engine: Engine, work: Mapping[str, Work]) -> dict[str, list[int]]:
+    """Run the requests one after the other."""
+    return {name: run_tokens(engine, {name: w})[name] for name, w in work.items()}
+
+
+def logits_of(engine: Engine, token_ids: np.ndarray, chunk: int) -> np.ndarray:
+    """Return float32 [T, V]: the logits at every position, computed `chunk` tokens a step."""
+    runner: ModelRunner = engine.runner
+    request = Request(
+        request_id="logits",
+        prompt_token_ids=token_ids.tolist(),
+        params=SamplingParams(),
+        seed=0,
+        max_total_tokens=len(token_ids) + 1,
+    )
+    pool = engine.scheduler.page_pool
+    request.page_ids = pool.allocate(pool.num_pages_for(len(token_ids)))
+    parts = []
+    for start in range(0, len(token_ids), chunk):
+        n = min(chunk, len(token_ids) - start)
+        row = ScheduledRow(
+            request=request, start=start, num_scheduled_tokens=n, samples=False, epoch=0
+        )
+        parts.append(jax.device_get(runner.forward(StepPlan(rows=(row,))).tokens)[:n])
+    pool.free(request.page_ids)
+    return jax.device_get(runner.logits(np.concatenate(parts)))
