@@ -1,4 +1,4 @@
-"""Buckets, and the programs compiled for them: ahead of time, in parallel, and never by surprise."""
+"""Buckets, and the programs compiled for them: ahead of time, in parallel, never by surprise."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ class Programs:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def compile_all(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile what is missing, several at a time; `on_progress` gets programs done and in all."""
+    def compile_all(
+        self, on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Compile what is missing, several at a time; `on_progress` gets programs done, in all."""
         missing = [key for key in self._lowerings if key not in self._compiled]
         on_progress(0, len(missing))
         with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
@@ -88,6 +90,7 @@ class CompileGuard:
     def __init__(self) -> None:
         self.count = 0
         self._active = threading.local()
+        self._listening = True
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     @contextmanager
@@ -104,11 +107,13 @@ class CompileGuard:
         self.count = 0
 
     def close(self) -> None:
-        """Stop listening."""
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        """Stop listening; a second time does nothing."""
+        if self._listening:
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
+        self._listening = False
 
-    def _on_event(self, name: str, duration_s: float, **_: Any) -> None:
-        if name == COMPILE_EVENT and getattr(self._active, "on", False):
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event == COMPILE_EVENT and getattr(self._active, "on", False):
             self.count += 1
 
 

@@ -28,7 +28,7 @@ class EngineConfig:
         enable_prefix_caching: Share the pages of equal prefixes.
         scheduling_policy: "fcfs", or "priority" (lower `priority` first, then arrival).
         overlap: Dispatch a step before the tokens of the previous one reach the host.
-        warmup: Compile every bucket before serving. Off: compile on first use (for tests and scripts).
+        warmup: Compile every bucket before serving. Off: compile on first use (tests, scripts).
         tensor_parallel_size: Devices that share each layer.
         seed: Makes the seeds of unseeded requests reproducible. None: random per process.
         max_logprobs: Most alternatives per token a request may ask for.

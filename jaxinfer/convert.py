@@ -1,4 +1,4 @@
-"""`jaxinfer convert`: any checkpoint → a folder of our own sharded arrays, restored straight into place."""
+"""`jaxinfer convert`: any checkpoint → a folder of our own arrays, restored straight into place."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def convert(
     source = ModelSource.open(src)
     model_config = family_of(source.config).config(source.config)
     tokenizer = tokenizer_of(source)
-    _, parameters = load_model(
-        source, model_config, make_mesh(), jnp.dtype(dtype), on_progress
-    )
+    _, parameters = load_model(source, model_config, make_mesh(), jnp.dtype(dtype), on_progress)
     checkpoints.save_tree(
         path,
         parameters,

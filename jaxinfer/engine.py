@@ -151,7 +151,7 @@ class Engine:
         """The same, except that the tokens learnt are those of the step before.
 
         While the device computes this step, the host waits for the previous one's tokens and deals
-        with them; this step's sampling is dispatched behind that, when all earlier tokens are known.
+        with them. This step's sampling is dispatched after that, when all earlier tokens are known.
         """
         plan = self.scheduler.schedule()
         hidden = self.runner.forward(plan) if plan else None

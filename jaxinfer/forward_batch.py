@@ -86,7 +86,7 @@ class BatchLayout:
         return views
 
     def pack(self, plan: StepPlan) -> np.ndarray:
-        """Return int32 [size], a fresh array: the device may alias it while the step is in flight."""
+        """Return int32 [size], a fresh array: the device may alias it while the step runs."""
         packed = np.zeros(self.size, np.int32)
         views = self._views(packed)
         views["pending_rows"][:] = -1

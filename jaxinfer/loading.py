@@ -97,9 +97,7 @@ def load(config: EngineConfig, progress: bool = True) -> LoadedModel:
 
 def tokenizer_of(source: ModelSource) -> Tokenizer:
     """Build a model's tokenizer."""
-    return Tokenizer.from_assets(
-        source.text, dict(source.config), dict(source.generation_config)
-    )
+    return Tokenizer.from_assets(source.text, dict(source.config), dict(source.generation_config))
 
 
 def _display_name(asked: str | None, path: Path) -> str:

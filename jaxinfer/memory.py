@@ -10,7 +10,7 @@ import jax
 from jaxinfer.errors import ConfigError
 
 CPU_CACHE_BYTES = 2**30
-"""On a CPU the pages share memory with everything else: take this much, or what one sequence needs."""
+"""On a CPU the pages share memory with everything else: this much, or what one sequence needs."""
 
 DEVICE_SHARE = 0.8
 """Of a device's free memory. The rest is for programs and their temporaries, which only show up

@@ -12,8 +12,8 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.kv_cache import CacheShape
 from jaxinfer.memory import cache_bytes
-from jaxinfer.model_runner import RunnerConfig
 from jaxinfer.models import ModelConfig
+from jaxinfer.step_programs import RunnerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +58,11 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
                 f"{shape.page_bytes / 2**20:.2f} MiB, but there are {num_pages}; lower "
                 "max_model_len, or raise num_pages or kv_cache_memory_bytes"
             )
-        logger.warning("max_model_len lowered from %d to %d: that is what the pages hold", wanted, room)
+        logger.warning(
+            "max_model_len lowered from %d to %d: that is what the pages hold", wanted, room
+        )
         wanted = room
-    resolved = dataclasses.replace(
-        config, dtype=dtype, max_model_len=wanted, num_pages=num_pages
-    )
+    resolved = dataclasses.replace(config, dtype=dtype, max_model_len=wanted, num_pages=num_pages)
     logger.info(
         "%s, max_model_len %d, %d pages of %d tokens (%.2f GiB)",
         dtype,

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.batch import SampledTokens
-from jaxinfer.selection import bisect, highest, invert_cdf, take, top_values
+from jaxinfer.selection import bisect, highest, race, take, top_values
 from pallas_kernels.shapes import Array, Bool, Float, Int
 
 HISTORY_BLOCK = 256  # positions a trip of the penalties' loop
@@ -242,10 +242,7 @@ def _count_tokens(history: History, inputs: SamplingInputs, V: int) -> tuple[Arr
 def _draw(logits: Array, peak: Array, inputs: SamplingInputs) -> Array:
     """Return a token a row, drawn with probability proportional to exp(logit / temperature).
 
-    One random number a row, inverted through the CDF in token order, instead of Gumbel noise on
-    every token: the number depends on seed and position only, never on `B` or `V`'s padding, and a
-    logit that changes in its last bit (another bucket, another batch) moves the draw with a chance
-    of about 1e-7 per likely token, where an argmax over noise redraws every near-tie.
+    Seed and position make the row's key, so the draw depends on nothing else.
     """
     # Shifted before it is divided: the likeliest weighs exactly 1 at any temperature.
     weights = jnp.exp((logits - peak[:, None]) / _divisor(inputs)[:, None])
@@ -256,8 +253,7 @@ def _draw(logits: Array, peak: Array, inputs: SamplingInputs) -> Array:
     weights = jnp.where(weights >= inputs.min_p[:, None], weights, 0)
     keys = jax.random.wrap_key_data(inputs.seeds, impl="threefry2x32")
     keys = jax.vmap(jax.random.fold_in)(keys, inputs.positions)
-    bits = jax.vmap(lambda key: jax.random.bits(key, (), jnp.uint32))(keys)
-    return invert_cdf(weights, (bits >> 8).astype(jnp.float32) * 2**-24)
+    return race(weights, keys)
 
 
 def _keep_likeliest(logits: Array, weights: Array, inputs: SamplingInputs) -> Array:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from jaxinfer.errors import InvalidRequestError
 
@@ -28,21 +29,23 @@ class SamplingParams:
         top_p: Keep the smallest set of likeliest tokens whose probability reaches it, in (0, 1].
         top_k: Keep the k likeliest tokens; 0 or -1 keeps all.
         min_p: Keep tokens at least this fraction as likely as the likeliest, in [0, 1].
-        repetition_penalty: > 1 discourages every token seen in prompt or output (CTRL, arXiv:1909.05858).
+        repetition_penalty: > 1 discourages every token seen in prompt or output
+            (CTRL, arXiv:1909.05858).
         presence_penalty: Subtracted once from a token that the output already holds, in [-2, 2].
         frequency_penalty: Subtracted once per occurrence in the output, in [-2, 2].
         seed: The same seed gives the same tokens alone, in a batch, after preemption or restart.
         stop: Strings that end the text; not part of it unless `include_stop_str_in_output`.
         stop_token_ids: Token ids that end the output like an end-of-sequence token.
         ignore_eos: Go on after the model's own end-of-sequence tokens.
-        bad_words: Strings that must not be produced; turned to `bad_words_token_ids` by the tokenizer.
+        bad_words: Strings that must not be produced; the front end adds their token ids to
+            `bad_words_token_ids`.
         bad_words_token_ids: Token sequences that must not be produced.
         allowed_token_ids: If given, nothing else is produced.
-        logit_bias: Token id → value added to its logit before anything else, clamped to [-100, 100].
+        logit_bias: Token id → value added to its logit before anything else, in [-100, 100].
         max_tokens: Most tokens to produce; None means up to the context length.
         min_tokens: Stop tokens are impossible before that many tokens.
-        logprobs: Log-probabilities of the sampled token and of this many likeliest; None returns none.
-            They are of the raw distribution: before bias, penalties and temperature.
+        logprobs: Log-probabilities of the sampled token and of this many likeliest; None for
+            none. They are of the raw distribution: before bias, penalties and temperature.
         prompt_logprobs: The same for prompt tokens.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string that ended the text.
@@ -85,7 +88,9 @@ class SamplingParams:
         put(self, "bad_words_token_ids", _id_sequences(self.bad_words_token_ids))
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
-                raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+                raise InvalidRequestError(
+                    "allowed_token_ids must not be empty", "allowed_token_ids"
+                )
             put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
             put(self, "logit_bias", _logit_bias(self.logit_bias))
@@ -149,10 +154,10 @@ _COUNTS = {
 _OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
 
 
-def _check_ranges(p: SamplingParams) -> None:
+def _check_ranges(p: Any) -> None:
     for name, (low, high, closed) in _NUMBERS.items():
         value = getattr(p, name)
-        if isinstance(value, bool) or not isinstance(value, Real):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise InvalidRequestError(f"{name} must be a number, got {value!r}", name)
         if not math.isfinite(value) or value > high or (value < low if closed else value <= low):
             edge = "≥" if closed else ">"
@@ -164,7 +169,7 @@ def _check_ranges(p: SamplingParams) -> None:
         value = getattr(p, name)
         if value is None and name in _OPTIONAL:
             continue
-        if isinstance(value, bool) or not isinstance(value, Integral):
+        if isinstance(value, bool) or not isinstance(value, int):
             raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
         if not low <= value <= high:
             raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
@@ -206,7 +211,7 @@ def _ids(param: str, ids: Sequence[int]) -> tuple[int, ...]:
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, Integral) or i < 0:
             raise InvalidRequestError(f"{param} must hold token ids ≥ 0, got {i!r:.40}", param)
-    return tuple(int(i) for i in ids)
+    return tuple(map(int, ids))
 
 
 def _id_sequences(sequences: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.shapes import Array, Float, Int
-
-CDF_BLOCK = 256  # entries a block of `invert_cdf`
 
 
 def highest(x: Float[Array, "B V"]) -> tuple[Float[Array, " B"], Int[Array, " B"]]:
@@ -68,39 +67,33 @@ def bisect(
     return lax.bitcast_convert_type(flip(lo), jnp.float32)
 
 
-def invert_cdf(weights: Float[Array, "B V"], u: Float[Array, " B"]) -> Int[Array, " B"]:
-    """Return the token whose share of the cumulative `weights` [B, V] holds `u` [B], in [0, 1).
+def race(weights: Float[Array, "B V"], keys: Array) -> Int[Array, " B"]:
+    """Return, for each row, an index drawn with probability proportional to its weight.
 
-    Two levels, blocks and then tokens of a block, keep float32 sums short. A token of weight 0 is
-    never returned, however the sums round.
+    Every entry runs for an exponentially distributed time, divided by its weight; the first one in
+    wins (Gumbel-max by another name). An entry's time depends on the row's key and on its index
+    only, not on B, V or its neighbours; so a weight that changes in its last bits, as it does from
+    one batch shape to another, matters only if two times are that close: about one draw in
+    100,000. An inverted CDF needs one random number a row but sums the whole vocabulary, and of
+    2,000 draws 8 changed under the same noise, neighbouring tail tokens taking each other's place.
+
+    Args:
+        weights: Not negative, and the largest of each row is 1. Weight 0 is never drawn.
+        keys: [B] random keys.
     """
-    B, V = weights.shape
-    padding = -V % CDF_BLOCK
-    blocks = jnp.pad(weights, ((0, 0), (0, padding))).reshape(B, -1, CDF_BLOCK)
-    sums = jnp.sum(blocks, axis=-1)  # [B, V / block]
-    block, rest = _first_beyond(sums, u * jnp.sum(sums, axis=-1))
-    tokens = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]  # [B, block]
-    token, _ = _first_beyond(tokens, rest)
-    return jnp.minimum(block * CDF_BLOCK + token, V - 1)
+    V = weights.shape[-1]
+    # Bit v is then a function of key and v alone, whatever the process's default.
+    with jax.threefry_partitionable(True):
+        bits = jax.vmap(lambda key: jax.random.bits(key, (V,), jnp.uint32))(keys)
+    # All 32 bits count: what is drawn from the tail depends on the smallest times.
+    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2**-32, 1 - 2**-24)
+    _, index = highest(jnp.log1p(-u) / weights)
+    return index
 
 
 def take(x: Array, index: Int[Array, " B"]) -> Array:
     """Return x[b, index[b]] for each row b."""
     return jnp.take_along_axis(x, index[:, None], axis=-1)[:, 0]
-
-
-def _first_beyond(weights: Array, goal: Array) -> tuple[Array, Array]:
-    """Return the first index at which the running sum exceeds `goal`, and what it lacked before.
-
-    Only positive weights qualify; if rounding leaves none, the last of them does.
-    """
-    sums = jnp.cumsum(weights, axis=-1)
-    beyond = (sums > goal[:, None]) & (weights > 0)
-    first = jnp.min(jnp.where(beyond, _iota(weights), weights.shape[-1]), axis=-1)
-    last = jnp.max(jnp.where(weights > 0, _iota(weights), 0), axis=-1)
-    index = jnp.minimum(first, last)
-    before = jnp.where(index > 0, take(sums, jnp.maximum(index - 1, 0)), 0)
-    return index, goal - before
 
 
 def _iota(x: Array) -> Array:

@@ -23,7 +23,7 @@ def paged_attention(
     """Return causal attention of each row's new tokens over the row's pages.
 
     The new tokens' keys and values must already stand in the pages. The token at offset j of a row
-    sits at position `seq_len - row_len + j` and sees keys at positions (position - window, position].
+    sits at position `seq_len - row_len + j` and sees keys at (position - window, position].
 
     Args:
         q: Queries, packed as `batch` says.

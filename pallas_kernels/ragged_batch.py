@@ -22,9 +22,10 @@ class RaggedBatch(NamedTuple):
             hold anything.
         seq_lens: int32 [B]. Keys visible to the row's last token: tokens cached before this step
             plus those of this step. 0 for unused rows.
-        query_start_loc: int32 [B + 1]. Row i owns tokens [query_start_loc[i], query_start_loc[i+1]);
-            unused rows are empty.
-        num_decode_rows: int32 []. Rows [0, num_decode_rows) have exactly one token; row i's is token i.
+        query_start_loc: int32 [B + 1]. Row i owns tokens [query_start_loc[i],
+            query_start_loc[i + 1]); unused rows are empty.
+        num_decode_rows: int32 []. Rows [0, num_decode_rows) have exactly one token: row i has
+            token i.
         num_rows: int32 []. Rows in use.
     """
 

@@ -39,7 +39,9 @@ def xla_paged_attention(
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
 ) -> Float[Array, "T N H"]:
-    """See `pallas_kernels.paged_attention`. For one row of S keys and one token at position p:
+    """Return what `pallas_kernels.paged_attention` promises.
+
+    For one row of S keys and one token at position p:
 
         scores = softcap(q @ k.T * scale)
         out = softmax(where((p - window < arange(S)) & (arange(S) <= p), scores, -inf)) @ v

@@ -14,13 +14,14 @@ import numpy as np
 from jaxinfer.batch import ScheduledRow, StepPlan
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
-from jaxinfer.model_runner import ModelRunner, RunnerConfig
+from jaxinfer.model_runner import ModelRunner
 from jaxinfer.model_source import ModelSource, load_model
 from jaxinfer.models import family_of
 from jaxinfer.request import Request, TokenOutput
 from jaxinfer.resolution import resolve, runner_config
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sharding import make_mesh
+from jaxinfer.step_programs import RunnerConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "models"
 
@@ -125,4 +126,4 @@ def logits_of(engine: Engine, token_ids: np.ndarray, chunk: int) -> np.ndarray:
         )
         parts.append(jax.device_get(runner.forward(StepPlan(rows=(row,))).tokens)[:n])
     pool.free(request.page_ids)
-    return jax.device_get(runner.logits(np.concatenate(parts)))
+    return jax.device_get(runner.programs.logits(np.concatenate(parts)))

@@ -82,7 +82,9 @@ def refuse_unsupported(hf: Mapping[str, Any]) -> None:
         )
 
 
-def rope_from_hf(hf: Mapping[str, Any], default_theta: float = 10000.0) -> tuple[float, RopeScaling]:
+def rope_from_hf(
+    hf: Mapping[str, Any], default_theta: float = 10000.0
+) -> tuple[float, RopeScaling]:
     """Read base and scaling from either spelling: `rope_theta` + `rope_scaling`, `rope_parameters`.
 
     Raises:

@@ -9,10 +9,9 @@ from typing import Any
 
 from jaxinfer.models.config import ModelConfig
 
-
 Join = Callable[[ModuleType, Sequence[Any], ModelConfig], Any]
-"""`join(xp, parts, config)`: several HF tensors → one parameter, output axes first. `xp` is numpy, or
-jax.numpy when only shapes are asked for."""
+"""`join(xp, parts, config)`: several HF tensors → one parameter, output axes first. `xp` is numpy,
+or jax.numpy when only shapes are asked for."""
 
 
 def only(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:

@@ -1,4 +1,4 @@
-"""Llama 2 to 3.x, SmolLM2, TinyLlama, Yi (arXiv:2302.13971, 2407.21783) and Mistral (2310.06825)."""
+"""Llama 2 to 3.x, SmolLM2, TinyLlama, Yi (arXiv:2307.09288, 2407.21783); Mistral (2310.06825)."""
 
 from __future__ import annotations
 

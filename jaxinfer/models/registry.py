@@ -13,7 +13,7 @@ _FAMILIES: list[Family] = [LLAMA, MISTRAL]
 
 
 def register_family(family: Family) -> None:
-    """Add a family from outside the package; it wins over an earlier one of the same architecture."""
+    """Add a family from outside the package; it wins over earlier ones of the same architecture."""
     _FAMILIES.insert(0, family)
 
 

@@ -74,9 +74,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: Any):
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nnx.List(
-            [Block(i, config, dtype) for i in range(config.num_hidden_layers)]
-        )
+        self.layers = nnx.List([Block(i, config, dtype) for i in range(config.num_hidden_layers)])
         self.final_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
         self.lm_head = (
             None

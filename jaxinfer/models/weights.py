@@ -20,7 +20,8 @@ from jaxinfer.models.family import Family, Weight
 class TensorInfo(Protocol):
     """What is known of a tensor before it is read."""
 
-    shape: tuple[int, ...]
+    @property
+    def shape(self) -> tuple[int, ...]: ...
 
 
 @runtime_checkable

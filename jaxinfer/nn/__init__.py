@@ -1,4 +1,4 @@
-"""The layers, as Flax NNX modules. A layer knows shapes and arithmetic, no checkpoint and no request."""
+"""The layers, as Flax NNX modules: shapes and arithmetic, no checkpoint and no request."""
 
 from jaxinfer.nn.attention import Attention
 from jaxinfer.nn.embedding import Embedding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from flax import nnx
 

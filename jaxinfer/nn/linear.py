@@ -39,7 +39,7 @@ class Linear(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "T in_features"], *, out_dtype: Any = None
-    ) -> Float[Array, "T *out_features"]:
+    ) -> Float[Array, "T ..."]:
         """Return [T, *out] in x's dtype, or in `out_dtype`."""
         contract = (((1,), (0,)), ((), ()))
         y = lax.dot_general(x, self.kernel[...], contract, preferred_element_type=jnp.float32)

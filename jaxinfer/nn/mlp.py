@@ -25,9 +25,7 @@ class MLP(nnx.Module):
     shard of F holds matching halves.
     """
 
-    def __init__(
-        self, hidden: int, intermediate: int, *, activation: str, bias: bool, dtype: Any
-    ):
+    def __init__(self, hidden: int, intermediate: int, *, activation: str, bias: bool, dtype: Any):
         self.gate_up = Linear(
             hidden, (2, intermediate), dtype=dtype, axes=("embed", None, "mlp"), bias=bias
         )

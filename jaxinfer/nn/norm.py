@@ -23,5 +23,5 @@ class RMSNorm(nnx.Module):
         x32 = x.astype(jnp.float32)
         variance = jnp.mean(x32 * x32, axis=-1, keepdims=True)
         normed = (x32 * lax.rsqrt(variance + self.eps)).astype(x.dtype)
-        # Llama rounds to the activation type before it scales; so do we, for equal bfloat16 results.
+        # Llama rounds to the activation type before it scales; so do we, for equal bfloat16.
         return normed * self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))

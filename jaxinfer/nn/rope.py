@@ -35,9 +35,7 @@ class RopeScaling:
 ROPE_TYPES = ("default", "linear", "llama3", "explicit_factors")
 
 
-def inverse_frequencies(
-    head_dim: int, rope_theta: float, scaling: RopeScaling
-) -> np.ndarray:
+def inverse_frequencies(head_dim: int, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
     """Return float64 [H / 2]: radians per position of each rotated pair."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     inv_freq = rope_theta**-exponents

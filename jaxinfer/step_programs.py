@@ -1,0 +1,257 @@
+"""The compiled programs of a step: what is traced, for which shapes.
+
+Four kinds, whose variants add instead of multiply:
+
+    backbone  keyed by T, the bucket of tokens: cache and packed metadata → cache and hidden states
+    sampler   keyed by B, the bucket of sampled rows: hidden states → head → tokens
+    rows      keyed by T: picks the hidden states of prompt tokens to be scored
+    score     one: those hidden states → head → log-probabilities
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxinfer.batch import SampledTokens
+from jaxinfer.compilation import Programs, buckets
+from jaxinfer.forward_batch import BatchLayout, resolve_pending
+from jaxinfer.kv_cache import KVCache, PagedAttend, write_token_ids
+from jaxinfer.models import Transformer, flat_parameters
+from jaxinfer.sampler import History, Logprobs, sample, token_logprobs
+from jaxinfer.sampling_batch import ROW_FIELDS, unpack_sampling
+from jaxinfer.sampling_params import MAX_LOGIT_BIAS
+from jaxinfer.sharding import replicated
+
+SCORED_TOKENS = 32
+"""Prompt positions scored by one call of the scoring program."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """The shapes that a runner serves.
+
+    Attributes:
+        max_num_seqs: Most rows in a step.
+        max_num_batched_tokens: Most tokens in a step.
+        max_model_len: Longest sequence, tokens.
+        num_pages: Pages of KV memory.
+        page_size: Tokens per page.
+        max_logprobs: Alternatives computed per token.
+        dtype: Of activations and KV pages.
+        attention_impl: See `pallas_kernels.paged_attention`.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    num_pages: int
+    page_size: int
+    max_logprobs: int
+    dtype: Any
+    attention_impl: str = "auto"
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of the longest sequence."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        """T: the token counts to which steps are padded."""
+        return buckets(self.max_num_batched_tokens)
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """B: the row counts to which samplings are padded."""
+        return buckets(self.max_num_seqs)
+
+    def layout(self, num_tokens: int) -> BatchLayout:
+        """The packed metadata of a token bucket."""
+        return BatchLayout(
+            num_tokens=num_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_pages=self.max_pages,
+            num_slots=self.num_pages * self.page_size,
+            page_size=self.page_size,
+        )
+
+
+@dataclass(frozen=True)
+class PureModule:
+    """A module used as a function of its leaves: split once, merged again inside jit.
+
+    `nnx.jit` would do both at every call, at 14 ms for 32 layers; a compiled program called with a
+    flat list of leaves takes 0.2.
+    """
+
+    graphdef: nnx.GraphDef
+    treedef: Any
+    leaves: tuple[jax.Array, ...]
+
+    @classmethod
+    def of(
+        cls,
+        module: nnx.Module,
+        parameters: Mapping[str, jax.Array],
+        rename: tuple[str, str] = ("", ""),
+    ) -> PureModule:
+        """Fill an abstract module; a leading `rename[0]` of its paths is spelled `rename[1]`."""
+        graphdef, state = nnx.split(module)
+        leaves = tuple(
+            parameters[rename[1] + path.removeprefix(rename[0])] for path in flat_parameters(state)
+        )
+        return cls(graphdef, jax.tree.structure(state), leaves)
+
+    @property
+    def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes, dtypes and shardings of the leaves."""
+        return tuple(abstract(leaf) for leaf in self.leaves)
+
+    def __call__(self, leaves: tuple[jax.Array, ...]) -> Any:
+        """The module with these leaves, inside jit."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+class StepPrograms:
+    """Traces and compiles the programs of one model on one mesh.
+
+    Args:
+        model: Abstract, as built under `nnx.eval_shape`.
+        parameters: Arrays by dotted path, each in its sharding.
+        mesh: The devices.
+        config: The shapes to serve.
+        cache: Whose shapes and shardings the backbone takes and returns.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        parameters: Mapping[str, jax.Array],
+        mesh: jax.sharding.Mesh,
+        config: RunnerConfig,
+        cache: KVCache,
+    ):
+        self.config = config
+        self.backbone = PureModule.of(model, parameters)
+        self.head = PureModule.of(model.head(), parameters, rename=("projection", model.head_path))
+        self._hidden_size = model.config.hidden_size
+        self._vocab_size = model.config.vocab_size
+        self._whole = replicated(mesh)
+        self._cache = jax.tree.map(abstract, cache)
+        self.compiled = Programs(
+            {
+                # The largest first: they take longest, and everything waits for the last.
+                **self._variants("backbone", self._lower_backbone, config.token_buckets[::-1]),
+                **self._variants("sampler", self._lower_sampler, config.row_buckets),
+                ("score",): self._lower_score,
+                **self._variants("rows", self._lower_rows, config.token_buckets),
+            }
+        )
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Return float32 [n, V] for hidden states [n, D]: for inspection, compiled on each call."""
+        return jax.jit(lambda leaves, x: self.head(leaves)(x))(self.head.leaves, hidden)
+
+    @staticmethod
+    def _variants(
+        kind: str, lower: Callable[[int], jax.stages.Lowered], sizes: tuple[int, ...]
+    ) -> dict[tuple[str, int], Callable[[], jax.stages.Lowered]]:
+        return {(kind, size): partial(lower, size) for size in sizes}
+
+    def _array(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._whole)
+
+    def _lower_backbone(self, T: int) -> jax.stages.Lowered:
+        layout = self.config.layout(T)
+        cache_out = jax.tree.map(lambda x: x.sharding, self._cache)
+        return jax.jit(
+            partial(self._backbone_step, layout),
+            donate_argnums=1,
+            out_shardings=(cache_out, self._whole, self._whole),
+        ).lower(
+            self.backbone.abstract,
+            self._cache,
+            self._array((layout.size,)),
+            self._array((self.config.max_num_seqs,)),
+        )
+
+    def _backbone_step(
+        self,
+        layout: BatchLayout,
+        leaves: tuple[jax.Array, ...],
+        cache: KVCache,
+        packed: jax.Array,
+        last_sampled: jax.Array,
+    ) -> tuple[KVCache, jax.Array, jax.Array]:
+        """Return the cache, and hidden states of sampling rows [max_num_seqs, D] and of all [T, D].
+
+        DONATES cache.
+        """
+        batch = layout.unpack(packed)
+        token_ids = resolve_pending(batch, last_sampled)
+        cache = write_token_ids(cache, token_ids, batch.slot_mapping)
+        attend = PagedAttend(
+            cache, batch.ragged, batch.slot_mapping, impl=self.config.attention_impl
+        )
+        hidden = self.backbone(leaves)(token_ids, batch.positions, attend)
+        return attend.cache, hidden[batch.sample_tokens], hidden
+
+    def _lower_sampler(self, B: int) -> jax.stages.Lowered:
+        config = self.config
+        return jax.jit(self._sampler_step, out_shardings=self._whole).lower(
+            self.head.abstract,
+            self._array((config.max_num_seqs, self._hidden_size), config.dtype),
+            self._cache.token_ids,
+            self._array((len(ROW_FIELDS), B)),
+            self._array((2, B, MAX_LOGIT_BIAS)),
+            self._array((B, -(-self._vocab_size // 32)), jnp.uint32),
+            self._array((B, config.max_pages)),
+        )
+
+    def _sampler_step(
+        self,
+        leaves: tuple[jax.Array, ...],
+        hidden: jax.Array,
+        token_pages: jax.Array,
+        rows: jax.Array,
+        bias: jax.Array,
+        allowed: jax.Array,
+        page_table: jax.Array,
+    ) -> tuple[SampledTokens, jax.Array]:
+        """Return the sampled tokens, and their ids padded to [max_num_seqs] for the next step."""
+        B = rows.shape[1]
+        inputs = unpack_sampling(rows, bias, allowed)
+        logits = self.head(leaves)(hidden[:B])  # [B, V]
+        # The token being sampled stands behind all those so far.
+        history = History(token_pages=token_pages, page_table=page_table, seq_lens=inputs.positions)
+        sampled = sample(logits, inputs, history, max_logprobs=self.config.max_logprobs)
+        return sampled, jnp.pad(sampled.token_ids, (0, hidden.shape[0] - B))
+
+    def _lower_rows(self, T: int) -> jax.stages.Lowered:
+        hidden = self._array((T, self._hidden_size), self.config.dtype)
+        return jax.jit(lambda hidden, indices: hidden[indices], out_shardings=self._whole).lower(
+            hidden, self._array((SCORED_TOKENS,))
+        )
+
+    def _lower_score(self) -> jax.stages.Lowered:
+        hidden = self._array((SCORED_TOKENS, self._hidden_size), self.config.dtype)
+        return jax.jit(self._score_step, out_shardings=self._whole).lower(
+            self.head.abstract, hidden, self._array((SCORED_TOKENS,))
+        )
+
+    def _score_step(
+        self, leaves: tuple[jax.Array, ...], hidden: jax.Array, token_ids: jax.Array
+    ) -> Logprobs:
+        return token_logprobs(self.head(leaves)(hidden), token_ids, self.config.max_logprobs)
+
+
+def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return an array's shape, dtype and sharding without its values."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
