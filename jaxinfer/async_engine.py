@@ -225,8 +225,12 @@ class AsyncEngine:
         return await self._off_loop(partial(self._inputs.chat_prompt, messages, **template))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the text's token ids; long texts are encoded off the event loop."""
-        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        """Return the text's token ids; long texts are encoded off the event loop.
+
+        Raises:
+            InvalidRequestError: It is no Unicode text, or far longer than the context.
+        """
+        encode = partial(self._inputs.encode, text, add_special_tokens=add_special_tokens)
         return await self._off_loop(encode) if _is_long(text) else encode()
 
     def abort(self, request_id: str) -> None:

@@ -43,6 +43,7 @@ class Detokenizer:
         skip_special_tokens: Leave special tokens out of the text.
         stop: Strings that end the text.
         include_stop_str_in_output: End the text after the stop string instead of before it.
+        min_tokens: A stop string that one of the first so many tokens completes does not count.
         prompt_token_ids: What the text continues. Only after an empty prompt is the output's first
             space SentencePiece's word mark; otherwise it separates two words and stays.
 
@@ -58,6 +59,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
         prompt_token_ids: Sequence[int] = (),
     ):
         self.stop_reason: str | None = None
@@ -68,6 +70,7 @@ class Detokenizer:
         # Longest first: among stop strings that complete together the first one found wins.
         self._stops = [_StopString(s) for s in sorted(set(stop), key=len, reverse=True)]
         self._include_stop = include_stop_str_in_output
+        self._min_tokens = min_tokens
         self._strip_space = tokenizer.strips_leading_space and not any(
             self._bytes(token_id) for token_id in prompt_token_ids
         )
@@ -121,7 +124,7 @@ class Detokenizer:
         for i, character in enumerate(text):
             # Every matcher has to see the character, also after one of them has matched.
             complete = [s for s in self._stops if s.advance(character)]
-            if complete:
+            if complete and self.num_tokens_used > self._min_tokens:
                 stop = complete[0].string
                 self.stop_reason = stop
                 self._held += text[: i + 1]

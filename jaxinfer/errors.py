@@ -55,3 +55,11 @@ class QueueFullError(JaxinferError, RuntimeError):
 
 class EngineDeadError(JaxinferError, RuntimeError):
     """The engine has stopped for good; the message tells what broke."""
+
+
+def quoted(value: object) -> str:
+    """Return a value as an error message quotes it: short, whatever it is."""
+    try:
+        return f"{value!r:.40}"
+    except ValueError:  # an integer of more digits than Python is willing to print
+        return f"a huge {type(value).__name__}"

@@ -303,6 +303,7 @@ def _detokenizer(tokenizer: Tokenizer, prepared: PreparedRequest) -> Detokenizer
         skip_special_tokens=params.skip_special_tokens,
         stop=params.stop or (),
         include_stop_str_in_output=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
         prompt_token_ids=prepared.prompt_token_ids,
     )
 

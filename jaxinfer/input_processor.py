@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
-from jaxinfer.errors import InvalidRequestError
+from jaxinfer.errors import InvalidRequestError, quoted
 from jaxinfer.sampling_batch import child_seed
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
@@ -25,6 +25,8 @@ from jaxinfer.tokenizer import Tokenizer
 type Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+# Ordinary text has 3 to 5 characters a token: what is longer than this may not fit.
+_PROBE_CHARS_PER_TOKEN = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,21 +142,22 @@ class InputProcessor:
             )
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequestError(
-                f"request_id must be a non-empty string, got {request_id!r:.40}", "request_id"
+                f"request_id must be a non-empty string, got {quoted(request_id)}", "request_id"
             )
         if isinstance(priority, bool) or not isinstance(priority, Integral):
             raise InvalidRequestError(
-                f"priority must be an integer, got {priority!r:.40}", "priority"
+                f"priority must be an integer, got {quoted(priority)}", "priority"
             )
         self._check_logprobs(params)
         params = self._with_bad_word_ids(params)
         params.check_vocab(self._vocab_size)
+        self._check_choice(params)
         text, token_ids, own_salt = _split_prompt(prompt)
         cache_salt = _check_salt(own_salt if own_salt is not None else cache_salt)
         if token_ids is None:
             token_ids = self._encode(text or "")
         else:
-            token_ids = _check_token_ids(token_ids, self._vocab_size)
+            token_ids = self._check_token_ids(token_ids)
         params = self._with_max_tokens(params, len(token_ids))
         seed = self.base_seed(params) if base_seed is None else base_seed
         return PreparedRequest(
@@ -183,15 +186,64 @@ class InputProcessor:
         text = self.tokenizer.render_chat(messages, **template)
         _check_text(text, "messages")
         # The template writes the special tokens itself; adding them again would give two BOS.
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self.encode(text, add_special_tokens=False)
         return {"prompt": text, "prompt_token_ids": ids}
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text that is to be a prompt.
+
+        That a very long text does not fit is told from its start: encoding all of it would take
+        minutes of a processor and gigabytes, only to count what is refused anyway.
+
+        Raises:
+            InvalidRequestError: It is no Unicode text, or far longer than the context.
+        """
         _check_text(text, "prompt")
-        token_ids = self.tokenizer.encode(text)
+        num_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
+        while num_chars < len(text):
+            start = self.tokenizer.encode(text[:num_chars], add_special_tokens=False)
+            # Twice, because the cut may have changed how the last words are split.
+            if len(start) > 2 * self._max_model_len:
+                raise self._too_long("far more than")
+            num_chars *= 4
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        token_ids = self.encode(text)
         if not token_ids:
             raise InvalidRequestError("prompt must not be empty", "prompt")
         return token_ids
+
+    def _check_token_ids(self, ids: Sequence[Any]) -> list[int]:
+        if len(ids) >= self._max_model_len:  # before a look at each of perhaps millions
+            raise self._too_long(len(ids))
+        return _check_token_ids(ids, self._vocab_size)
+
+    def _too_long(self, num_tokens: int | str) -> InvalidRequestError:
+        if isinstance(num_tokens, str):
+            num_tokens = f"{num_tokens} {self._max_model_len}"
+        return InvalidRequestError(
+            f"The prompt has {num_tokens} tokens, but the context holds {self._max_model_len} "
+            "tokens, prompt and output together. Shorten the prompt.",
+            "prompt",
+        )
+
+    def _check_choice(self, params: SamplingParams) -> None:
+        """Refuse parameters that together leave no token to choose from."""
+        banned = {words[0] for words in params.bad_words_token_ids or () if len(words) == 1}
+        if params.min_tokens:
+            banned.update(params.stop_token_ids or ())
+            banned.update(() if params.ignore_eos else self.tokenizer.eos_token_ids)
+        allowed = params.allowed_token_ids
+        if allowed is None:
+            if len(banned) >= self._vocab_size:
+                raise InvalidRequestError("bad_words rule out every token", "bad_words")
+        elif banned.issuperset(allowed):
+            raise InvalidRequestError(
+                "allowed_token_ids leave no token to choose from: all of them are ruled out by "
+                "bad_words, or are stop tokens and thus impossible before min_tokens",
+                "allowed_token_ids",
+            )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
@@ -217,11 +269,7 @@ class InputProcessor:
     def _with_max_tokens(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         room = self._max_model_len - num_prompt_tokens
         if room < 1:
-            raise InvalidRequestError(
-                f"The prompt has {num_prompt_tokens} tokens, but the context holds "
-                f"{self._max_model_len} tokens, prompt and output together. Shorten the prompt.",
-                "prompt",
-            )
+            raise self._too_long(num_prompt_tokens)
         if params.max_tokens is None:
             return replace(params, max_tokens=room)
         if params.max_tokens > room:
@@ -246,7 +294,7 @@ def default_sampling_params(generation_config: Mapping[str, Any]) -> SamplingPar
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
-def _split_prompt(prompt: Prompt) -> tuple[str | None, Iterable[Any] | None, str | None]:
+def _split_prompt(prompt: Prompt) -> tuple[str | None, Sequence[Any] | None, str | None]:
     """Return text, token ids and cache salt of a prompt, each None if it has none."""
     if isinstance(prompt, str):
         return prompt, None, None
@@ -256,7 +304,7 @@ def _split_prompt(prompt: Prompt) -> tuple[str | None, Iterable[Any] | None, str
         unknown = [key for key in prompt if key not in _PROMPT_KEYS]
         if unknown:
             raise InvalidRequestError(
-                f"prompt: expected the keys {', '.join(_PROMPT_KEYS)}, got {unknown[0]!r:.40}",
+                f"prompt: expected the keys {', '.join(_PROMPT_KEYS)}, got {quoted(unknown[0])}",
                 "prompt",
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -310,13 +358,13 @@ def _check_token_ids(ids: Iterable[Any], vocab_size: int) -> list[int]:
         # True would run as token 1: nobody means that.
         if isinstance(i, bool) or not isinstance(i, Integral):
             raise InvalidRequestError(
-                f"prompt: token ids must be integers, got {i!r:.40} at position {len(checked)}",
+                f"prompt: token ids must be integers, got {quoted(i)} at position {len(checked)}",
                 "prompt",
             )
         token_id = int(i)
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(
-                f"prompt: token id {token_id} at position {len(checked)} is outside the "
+                f"prompt: token id {quoted(token_id)} at position {len(checked)} is outside the "
                 f"vocabulary of {vocab_size}",
                 "prompt",
             )

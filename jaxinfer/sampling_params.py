@@ -7,12 +7,12 @@ Names, defaults and ranges are vLLM's, so that its users feel at home. The file 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from jaxinfer.errors import InvalidRequestError
+from jaxinfer.errors import InvalidRequestError, quoted
 
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 64
@@ -43,7 +43,8 @@ class SamplingParams:
         allowed_token_ids: If given, nothing else is produced.
         logit_bias: Token id → value added to its logit before anything else, in [-100, 100].
         max_tokens: Most tokens to produce; None means up to the context length.
-        min_tokens: Stop tokens are impossible before that many tokens.
+        min_tokens: Stop tokens are impossible, and stop strings do not count, before that many
+            tokens.
         logprobs: Log-probabilities of the sampled token and of this many likeliest; None for
             none. They are of the raw distribution: before bias, penalties and temperature.
         prompt_logprobs: The same for prompt tokens.
@@ -80,18 +81,19 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        _plain_numbers(self)
         _check_ranges(self)
         put = object.__setattr__
         put(self, "stop", _stop_strings(self.stop))
-        put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids or ()))
+        put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         put(self, "bad_words", _bad_words(self.bad_words))
         put(self, "bad_words_token_ids", _id_sequences(self.bad_words_token_ids))
         if self.allowed_token_ids is not None:
+            put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise InvalidRequestError(
                     "allowed_token_ids must not be empty", "allowed_token_ids"
                 )
-            put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
             put(self, "logit_bias", _logit_bias(self.logit_bias))
         if self.stop and not self.detokenize:
@@ -128,7 +130,8 @@ class SamplingParams:
             for token_id in ids:
                 if token_id >= vocab_size:
                     raise InvalidRequestError(
-                        f"{param}: token id {token_id} is outside the vocabulary of {vocab_size}",
+                        f"{param}: token id {quoted(token_id)} is outside the vocabulary of "
+                        f"{vocab_size}",
                         param,
                     )
 
@@ -154,25 +157,36 @@ _COUNTS = {
 _OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
 
 
+def _plain_numbers(p: Any) -> None:
+    """Replace numpy's scalars, so that all who read them later know what they get."""
+    for name in (*_NUMBERS, *_COUNTS):
+        value = getattr(p, name)
+        if isinstance(value, Real) and not isinstance(value, int | float):
+            plain = int(value) if isinstance(value, Integral) else float(value)
+            object.__setattr__(p, name, plain)
+
+
 def _check_ranges(p: Any) -> None:
     for name, (low, high, closed) in _NUMBERS.items():
         value = getattr(p, name)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidRequestError(f"{name} must be a number, got {value!r}", name)
-        if not math.isfinite(value) or value > high or (value < low if closed else value <= low):
+            raise InvalidRequestError(f"{name} must be a number, got {quoted(value)}", name)
+        if not _is_finite(value) or value > high or (value < low if closed else value <= low):
             edge = "≥" if closed else ">"
             upper = "" if math.isinf(high) else f" and ≤ {high}"
             raise InvalidRequestError(
-                f"{name} must be finite, {edge} {low}{upper}, got {value}", name
+                f"{name} must be finite, {edge} {low}{upper}, got {quoted(value)}", name
             )
     for name, (low, high) in _COUNTS.items():
         value = getattr(p, name)
         if value is None and name in _OPTIONAL:
             continue
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidRequestError(f"{name} must be an integer, got {value!r}", name)
+            raise InvalidRequestError(f"{name} must be an integer, got {quoted(value)}", name)
         if not low <= value <= high:
-            raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value}", name)
+            raise InvalidRequestError(
+                f"{name} must be in [{low}, {high}], got {quoted(value)}", name
+            )
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequestError(
             f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})", "min_tokens"
@@ -183,14 +197,14 @@ def _check_ranges(p: Any) -> None:
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    strings = (stop,) if isinstance(stop, str) else _items("stop", stop, "a string or strings")
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
             f"stop: at most {MAX_STOP_STRINGS} strings, got {len(strings)}", "stop"
         )
     for s in strings:
         if not isinstance(s, str) or not s:
-            raise InvalidRequestError(f"stop must hold non-empty strings, got {s!r:.40}", "stop")
+            raise InvalidRequestError(f"stop must hold non-empty strings, got {quoted(s)}", "stop")
         if len(s) > MAX_STOP_LENGTH:
             raise InvalidRequestError(
                 f"stop: a string may have {MAX_STOP_LENGTH} characters, got {len(s)}", "stop"
@@ -199,38 +213,61 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _bad_words(words: Sequence[str] | None) -> tuple[str, ...]:
-    if isinstance(words, str):
-        raise InvalidRequestError("bad_words must be a list of strings", "bad_words")
-    for word in words or ():
+    items = _items("bad_words", words, "a list of strings")
+    for word in items:
         if not isinstance(word, str) or not word:
-            raise InvalidRequestError(f"bad_words: expected a word, got {word!r:.40}", "bad_words")
-    return tuple(words or ())
+            raise InvalidRequestError(
+                f"bad_words: expected a word, got {quoted(word)}", "bad_words"
+            )
+    return items
 
 
-def _ids(param: str, ids: Sequence[int]) -> tuple[int, ...]:
-    for i in ids:
+def _ids(param: str, ids: Any) -> tuple[int, ...]:
+    items = _items(param, ids, "a list of token ids")
+    for i in items:
         if isinstance(i, bool) or not isinstance(i, Integral) or i < 0:
-            raise InvalidRequestError(f"{param} must hold token ids ≥ 0, got {i!r:.40}", param)
-    return tuple(map(int, ids))
+            raise InvalidRequestError(f"{param} must hold token ids ≥ 0, got {quoted(i)}", param)
+    return tuple(map(int, items))
 
 
 def _id_sequences(sequences: Sequence[Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
     param = "bad_words_token_ids"
-    result = tuple(_ids(param, s) for s in sequences or ())
+    items = _items(param, sequences, "a list of lists of token ids")
+    result = tuple(_ids(param, s) for s in items)
     if any(not s for s in result):
         raise InvalidRequestError(f"{param} must hold non-empty sequences", param)
     return result
 
 
 def _logit_bias(bias: Mapping[int, float]) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequestError(
+            f"logit_bias must map token ids to numbers, got {type(bias).__name__}", "logit_bias"
+        )
     if len(bias) > MAX_LOGIT_BIAS:
         raise InvalidRequestError(
             f"logit_bias: at most {MAX_LOGIT_BIAS} entries, got {len(bias)}", "logit_bias"
         )
     ids = _ids("logit_bias", tuple(bias))
     for value in bias.values():
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
             raise InvalidRequestError(
-                f"logit_bias values must be finite numbers, got {value!r:.40}", "logit_bias"
+                f"logit_bias values must be finite numbers, got {quoted(value)}", "logit_bias"
             )
     return {i: max(-100.0, min(100.0, float(v))) for i, v in zip(ids, bias.values(), strict=True)}
+
+
+def _items(param: str, values: Any, expected: str) -> tuple[Any, ...]:
+    """Return the items of a list or array; none if it is None."""
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise InvalidRequestError(f"{param} must be {expected}, got {quoted(values)}", param)
+    return tuple(values)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False

@@ -146,7 +146,8 @@ class Tokenizer:
                 f"prompt holds half a surrogate pair at character {error.start}, which is no text",
                 "prompt",
             ) from error
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        # As a batch of one: only batches let other threads run meanwhile.
+        ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if not add_special_tokens:
             return ids
         if self._prefix and ids[: len(self._prefix)] != self._prefix:

@@ -351,6 +351,8 @@ def test_a_broken_step_ends_everyone_once_and_for_all(caplog):
 def test_a_broken_invariant_found_when_idle_stops_the_engine(caplog):
     async def main():
         await whole(engine)
+        while not fake.num_checks:  # the check behind the first request must not see it broken
+            await asyncio.sleep(0)
         fake.corrupt = True
         await whole(engine)
         await asyncio.to_thread(engine._thread.join, TIMEOUT_S)

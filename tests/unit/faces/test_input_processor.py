@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.input_processor import InputProcessor, default_sampling_params
 from jaxinfer.sampling_params import SamplingParams
-from tests.unit.faces.fakes import VOCAB_SIZE, ByteTokenizer
+from tests.unit.faces.fakes import EOS, VOCAB_SIZE, ByteTokenizer
 
 
 def processor(**changes):
@@ -194,3 +195,88 @@ def test_defaults_come_from_the_models_makers():
     )
     assert (made.temperature, made.top_k, made.top_p) == (0.6, 50, 1.0)
     assert default_sampling_params({}) == SamplingParams()
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Notes how much text it was asked to encode."""
+
+    num_chars = 0
+
+    def encode(self, text, *, add_special_tokens=True):
+        self.num_chars += len(text)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_a_text_far_over_the_context_is_refused_after_its_start():
+    inputs = InputProcessor(
+        tokenizer := CountingTokenizer(), max_model_len=100, vocab_size=VOCAB_SIZE, max_logprobs=5
+    )
+    with pytest.raises(InvalidRequestError, match="far more than 100 tokens") as caught:
+        inputs.prepare("r", "x" * 10_000_000, SamplingParams())
+    assert caught.value.param == "prompt" and tokenizer.num_chars < 10_000
+
+
+def test_a_long_text_of_few_tokens_is_served():
+    class Words(ByteTokenizer):
+        def encode(self, text, *, add_special_tokens=True):
+            return [65] * -(-len(text) // 1000)
+
+    inputs = InputProcessor(Words(), max_model_len=100, vocab_size=VOCAB_SIZE, max_logprobs=5)
+    assert len(inputs.prepare("r", "x" * 80_000, SamplingParams()).prompt_token_ids) == 80
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [65, 66], "bad_words_token_ids": [[65], [66]]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [EOS], "min_tokens": 1}, "allowed_token_ids"),
+        (
+            {"allowed_token_ids": [65], "stop_token_ids": [65], "min_tokens": 1},
+            "allowed_token_ids",
+        ),
+        ({"bad_words_token_ids": [[i] for i in range(VOCAB_SIZE)]}, "bad_words"),
+    ],
+)
+def test_parameters_that_leave_no_token_are_refused(fields, param):
+    with pytest.raises(InvalidRequestError) as caught:
+        processor().prepare("r", "hi", SamplingParams(**fields))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [65, 66], "bad_words_token_ids": [[65]]},
+        {"allowed_token_ids": [65, 66], "bad_words_token_ids": [[65, 66], [66, 65]]},
+        {"allowed_token_ids": [EOS]},
+        {"allowed_token_ids": [65], "stop_token_ids": [65]},
+    ],
+)
+def test_parameters_that_leave_one_token_are_served(fields):
+    processor().prepare("r", "hi", SamplingParams(**fields))
+
+
+WRONG = [
+    5, 1.5, "x", b"x", [None], [[1]], {1: 2}, {"a": 1}, True, 10**400, -(10**5000), float("nan"),
+    object(), np.array([1.5]), [10**5000], {5: 10**400}, {10**400: 1}, "\ud800", 1j, iter("a"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(SamplingParams)])
+def test_any_value_in_any_field_is_taken_or_refused_by_name(field):
+    for value in WRONG:
+        try:
+            params = SamplingParams(**{field: value})
+            processor().prepare("r", "hi", params)
+        except InvalidRequestError as error:
+            related = {field, "min_tokens" if field == "max_tokens" else field}
+            related |= {"max_tokens"} if field == "min_tokens" else set()
+            assert error.param in related and len(str(error)) < 300
+
+
+def test_numpy_numbers_are_numbers():
+    params = SamplingParams(
+        temperature=np.float32(0.5), top_k=np.int64(3), stop_token_ids=np.array([1, 2])
+    )
+    assert params == SamplingParams(temperature=0.5, top_k=3, stop_token_ids=[1, 2])
+    assert type(params.temperature) is float and type(params.top_k) is int

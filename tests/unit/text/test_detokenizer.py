@@ -246,3 +246,19 @@ def test_cost_of_a_token_does_not_grow_with_the_text():
 
     small = min(cpu_seconds(3_000) for _ in range(3))
     assert cpu_seconds(30_000) < 40 * small + 0.05
+
+
+@given(data=st.data(), include=st.booleans(), min_tokens=st.integers(0, 8))
+def test_stop_string_counts_only_behind_the_first_min_tokens(data, include, min_tokens):
+    text = data.draw(st.text("ab", max_size=12), label="text")
+    stops = data.draw(st.lists(st.text("ab", min_size=1, max_size=3), max_size=3), label="stops")
+    settings = {"stop": stops, "include_stop_str_in_output": include, "min_tokens": min_tokens}
+    pushes = split(data, list(text.encode()))
+    detokenizer, deltas = stream(Bytes(), pushes, **settings)
+    expected, stop = text, None
+    for end in range(min_tokens + 1, len(text) + 1):
+        if matches := [s for s in stops if text[:end].endswith(s)]:
+            stop = max(matches, key=len)
+            expected = text[:end] if include else text[: end - len(stop)]
+            break
+    assert ("".join(deltas), detokenizer.stop_reason) == (expected, stop)
