@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxinfer.errors import EngineDeadError, JaxinferError
-from jaxinfer.server.body import read_json_object
+from jaxinfer.server.body import parse_json_object, read_json
 from jaxinfer.server.call import Call, ServedModel, choose_request_id
 from jaxinfer.server.chat import ChatCall
 from jaxinfer.server.completions import CompletionCall
@@ -26,6 +27,8 @@ from jaxinfer.server.protocol import ChatCompletionRequest, CompletionRequest, R
 from jaxinfer.server.state import Phase, ServerState, package_version
 
 OWNER = "jaxinfer"
+# Parsed beside the event loop: it takes longer than a token of somebody else's stream may wait.
+LONG_BODY_BYTES = 2**18
 MODEL_PATH = "/v1/models/{model:path}"
 
 
@@ -97,13 +100,12 @@ class _Endpoints:
         self, request: Request, call: type[Call[B]], schema: type[B]
     ) -> Response:
         model, metrics = self._state.require_model()
-        raw = await read_json_object(request, self._state.options.max_body_bytes)
-        refuse_unsupported(raw, schema.endpoint)
-        self._state.unknown_fields.note(raw, schema.model_fields)
-        try:
-            body = schema.model_validate(raw)
-        except ValidationError as error:
-            raise invalid_request(error) from None
+        raw = await read_json(request, self._state.options.max_body_bytes)
+        if len(raw) > LONG_BODY_BYTES:
+            fields, body = await asyncio.to_thread(_parse, raw, schema)
+        else:
+            fields, body = _parse(raw, schema)
+        self._state.unknown_fields.note(fields, schema.model_fields)
         model.check_name(body.model)
         request_id = choose_request_id(request.headers.get("x-request-id"), body.request_id)
         request.state.request_id = request_id
@@ -115,6 +117,16 @@ class _Endpoints:
             request_id=request_id,
         )
         return await asked.respond()
+
+
+def _parse[B: RequestFields](raw: bytes, schema: type[B]) -> tuple[dict[str, Any], B]:
+    """Return a body's fields as they came and as they are understood."""
+    fields = parse_json_object(raw)
+    refuse_unsupported(fields, schema.endpoint)
+    try:
+        return fields, schema.model_validate(fields)
+    except ValidationError as error:
+        raise invalid_request(error) from None
 
 
 def _model_card(model: ServedModel) -> dict[str, Any]:

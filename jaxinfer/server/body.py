@@ -11,6 +11,7 @@ import asyncio
 import json
 import math
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -27,34 +28,34 @@ DRAIN_TIMEOUT_S = 5.0
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """Return the request's body as an object.
+async def read_json(request: Request, max_bytes: int) -> bytes:
+    """Return the bytes of a body that says it is JSON.
 
     Raises:
         HTTPException: 413, the body is larger than `max_bytes`.
-        InvalidRequestError: Not `application/json`, not JSON, or not an object.
+        InvalidRequestError: Not `application/json`.
         ClientDisconnect: The client left while sending.
     """
     content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if content_type != "application/json":
         raise InvalidRequestError("Unsupported Media Type: send Content-Type: application/json")
-    return parse_json_object(await _read(request, max_bytes))
+    return await _read(request, max_bytes)
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
     """Return the object that `raw` spells.
 
     Raises:
-        InvalidRequestError: Anything else than one strict JSON object.
+        InvalidRequestError: Anything else than one strict JSON object; `param` is the field at
+            fault, where there is one.
     """
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise InvalidRequestError("The body is not valid UTF-8") from None
+    reader = _Reader()
     try:
-        body = _DECODER.decode(text)
-    except InvalidRequestError:
-        raise
+        body = reader.decode(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise InvalidRequestError(f"The body is not valid JSON: {error.msg} at {where}") from None
@@ -62,9 +63,13 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         raise InvalidRequestError(
             f"The body is not valid JSON: nested deeper than {MAX_DEPTH}"
         ) from None
+    if isinstance(body, _Refusal):
+        raise InvalidRequestError(body.message)
     if not isinstance(body, dict):
         raise InvalidRequestError("The body must be a JSON object")
-    _check_tree(body, check_text=_SURROGATE_ESCAPE.search(raw) is not None)
+    check_text = _SURROGATE_ESCAPE.search(raw) is not None
+    for name, value in body.items():
+        _check_tree(name, value, check_text=check_text, find_refusals=reader.refused)
     return body
 
 
@@ -103,45 +108,69 @@ async def _drain(request: Request) -> None:
         return
 
 
-def _no_constant(name: str) -> Any:
-    raise InvalidRequestError(f"The body is not valid JSON: {name} is not a JSON number")
+@dataclass(frozen=True)
+class _Refusal:
+    """Stands in the tree where the text had something to refuse, until its field is known."""
+
+    message: str
 
 
-def _integer(text: str) -> int:
-    if len(text.lstrip("-")) > MAX_INTEGER_DIGITS:
-        raise InvalidRequestError(f"The number {text[:20]}… is too large")
-    return int(text)
+class _Reader:
+    """A JSON decoder for one body. Its hooks do not know where they are, so they only take notes.
+
+    Attributes:
+        refused: Whether the tree holds a `_Refusal`.
+    """
+
+    def __init__(self) -> None:
+        self.refused = False
+        self.decode = json.JSONDecoder(
+            object_pairs_hook=self._object,
+            parse_constant=self._constant,
+            parse_int=self._integer,
+            parse_float=self._number,
+        ).decode
+
+    def _refuse(self, message: str) -> _Refusal:
+        self.refused = True
+        return _Refusal(message)
+
+    def _constant(self, name: str) -> _Refusal:
+        return self._refuse(f"The body is not valid JSON: {name} is not a JSON number")
+
+    def _integer(self, text: str) -> int | _Refusal:
+        if len(text) > MAX_INTEGER_DIGITS and len(text.lstrip("-")) > MAX_INTEGER_DIGITS:
+            return self._refuse(f"The number {text[:20]}… is too large")
+        return int(text)
+
+    def _number(self, text: str) -> float | _Refusal:
+        value = float(text)
+        if not math.isfinite(value):
+            return self._refuse(f"The number {text[:20]} is too large")
+        return value
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            for key, _ in pairs:
+                if key in seen:
+                    result[key] = self._refuse(f"The key {key[:80]!r} occurs twice")
+                seen.add(key)
+        return result
 
 
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise InvalidRequestError(f"The number {text[:20]} is too large")
-    return value
+def _check_tree(name: str, value: Any, *, check_text: bool, find_refusals: bool) -> None:
+    """Refuse a field with what the reader refused, half a surrogate pair, or too deep a nesting.
 
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise InvalidRequestError(f"The key {key[:80]!r} occurs twice", key[:80])
-            seen.add(key)
-    return result
-
-
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_object,
-    parse_constant=_no_constant,
-    parse_int=_integer,
-    parse_float=_number,
-)
-
-
-def _check_tree(body: dict[str, Any], *, check_text: bool) -> None:
-    """Refuse what is too deep, and text with half a surrogate pair. Iterative: depth is hostile."""
-    level: list[Any] = [body]
+    Iterative: depth is hostile.
+    """
+    # Long lists are token ids: leaves need a look only if one of them is known to be bad.
+    check_leaves = check_text or find_refusals
+    param = name[:80]
+    if check_text:
+        _check_text(name, None)
+    level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for node in level:
@@ -150,24 +179,21 @@ def _check_tree(body: dict[str, Any], *, check_text: bool) -> None:
                 if check_text:
                     inner.extend(node)
             elif isinstance(node, list):
-                # Long lists are token ids; leaves need no second look unless text is suspect.
-                inner.extend(
-                    x
-                    for x in node
-                    if isinstance(x, (dict, list)) or (check_text and type(x) is str)
-                )
+                inner.extend(node if check_leaves else [x for x in node if type(x) in (dict, list)])
+            elif isinstance(node, _Refusal):
+                raise InvalidRequestError(node.message, param)
             elif check_text and isinstance(node, str):
-                _check_text(node)
+                _check_text(node, param)
         if not inner:
             return
         level = inner
-    raise InvalidRequestError(f"The body is nested deeper than {MAX_DEPTH}")
+    raise InvalidRequestError(f"{param} is nested deeper than {MAX_DEPTH}", param)
 
 
-def _check_text(text: str) -> None:
+def _check_text(text: str, param: str | None) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise InvalidRequestError(
-            "The body holds half of a surrogate pair, which is not text"
+            "The body holds half of a surrogate pair, which is not text", param
         ) from None

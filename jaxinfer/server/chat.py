@@ -8,6 +8,7 @@ from typing import Any, ClassVar, cast
 
 from starlette.responses import Response
 
+from jaxinfer.errors import InvalidRequestError
 from jaxinfer.server.call import Call
 from jaxinfer.server.completions import JSON
 from jaxinfer.server.logprobs import prompt_logprobs
@@ -32,6 +33,18 @@ class ChatCall(Call[ChatCompletionRequest]):
 
     async def respond(self) -> Response:
         """Return the answer, whole or as a stream. Errors as for completions."""
+        try:
+            return await self._respond()
+        except InvalidRequestError as error:
+            # The client knows the fields by the names that it used.
+            if error.param == "prompt":
+                raise InvalidRequestError(str(error), "messages") from error
+            if error.param == "max_tokens" and self.body.max_completion_tokens is not None:
+                name = "max_completion_tokens"
+                raise InvalidRequestError(str(error).replace("max_tokens", name), name) from error
+            raise
+
+    async def _respond(self) -> Response:
         prompt = await self._encode()
         params = self.body.sampling_params(
             self.model.generation_config, self.engine.config.max_logprobs

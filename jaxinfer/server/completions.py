@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from starlette.responses import Response
 
 from jaxinfer.outputs import Logprob
 from jaxinfer.server.call import Call
-from jaxinfer.server.logprobs import prompt_logprobs
+from jaxinfer.server.logprobs import TextOffsets, prompt_logprobs
 from jaxinfer.server.prompt_batch import Delta, EncodedPrompt, PromptBatch
 from jaxinfer.server.protocol import CompletionRequest
 from jaxinfer.server.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -19,10 +20,13 @@ from jaxinfer.server.streaming import event, stream_response, until_disconnect
 JSON = "application/json"
 
 
+@dataclass(kw_only=True)
 class CompletionCall(Call[CompletionRequest]):
     """One request to `/v1/completions`."""
 
     id_prefix: ClassVar[str] = "cmpl"
+
+    _offsets: dict[int, TextOffsets] = field(default_factory=dict, init=False)
 
     async def respond(self) -> Response:
         """Return the answer, whole or as a stream.
@@ -50,15 +54,12 @@ class CompletionCall(Call[CompletionRequest]):
         return Response(answer.model_dump_json(), media_type=JSON)
 
     async def _events(self, batch: PromptBatch) -> AsyncGenerator[bytes]:
-        num_sent = [0] * batch.num_choices
         generated = not self.body.only_echo
         async with aclosing(batch.deltas()) as deltas:
             async for delta in deltas:
                 if not self._worth_sending(delta):
                     continue
-                choice = self._choice(batch, delta, num_sent[delta.index])
-                num_sent[delta.index] += len(choice.text)
-                chunk = Completion(**self.envelope, choices=[choice])
+                chunk = Completion(**self.envelope, choices=[self._choice(batch, delta)])
                 if self.body.continuous_usage:
                     chunk.usage = batch.usage(generated=generated)
                 yield event(chunk)
@@ -76,8 +77,8 @@ class CompletionCall(Call[CompletionRequest]):
             or (delta.token_ids and (body.return_token_ids or body.logprobs is not None))
         )
 
-    def _choice(self, batch: PromptBatch, delta: Delta, num_sent: int = 0) -> CompletionChoice:
-        """Return a whole choice, or in a stream its new part behind `num_sent` characters."""
+    def _choice(self, batch: PromptBatch, delta: Delta) -> CompletionChoice:
+        """Return a whole choice, or in a stream its new part."""
         body = self.body
         prompt = batch.prompts[delta.prompt_index]
         echo = bool(body.echo) and delta.first
@@ -87,7 +88,7 @@ class CompletionCall(Call[CompletionRequest]):
         choice = CompletionChoice(
             index=delta.index,
             text=self._prompt_text(prompt) + text if echo else text,
-            logprobs=self._logprobs(batch, delta, echo, token_ids, entries, num_sent),
+            logprobs=self._logprobs(batch, delta, echo, token_ids, entries),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
         )
@@ -109,16 +110,26 @@ class CompletionCall(Call[CompletionRequest]):
         echo: bool,
         token_ids: Sequence[int],
         entries: Sequence[dict[int, Logprob]],
-        num_sent: int,
     ) -> CompletionLogprobs | None:
         if self.body.logprobs is None:
             return None
+        prompt = batch.prompts[delta.prompt_index]
+        if delta.index not in self._offsets:
+            self._offsets[delta.index] = TextOffsets(
+                self.engine.tokenizer,
+                skip_special_tokens=batch.params.skip_special_tokens,
+                prompt_token_ids=prompt.token_ids,
+            )
+        of_choice = self._offsets[delta.index]
         all_ids: list[int] = list(token_ids)
         all_entries: list[dict[int, Logprob] | None] = list(entries)
+        offsets: list[int] = []
         if echo:
-            all_ids = batch.prompts[delta.prompt_index].token_ids + all_ids
+            all_ids = prompt.token_ids + all_ids
             all_entries = (batch.prompt_logprobs[delta.prompt_index] or []) + all_entries
-        return self.formatter(self.body.logprobs).completion(all_ids, all_entries, num_sent)
+            offsets = of_choice.of_prompt(prompt.token_ids, self._prompt_text(prompt))
+        offsets += of_choice.of_output(token_ids)
+        return self.formatter(self.body.logprobs).completion(all_ids, all_entries, offsets)
 
     async def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
         if isinstance(prompt, list):

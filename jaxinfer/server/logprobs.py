@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxinfer.detokenizer import Detokenizer
 from jaxinfer.outputs import Logprob
 from jaxinfer.server.responses import (
     ChatLogprobs,
@@ -40,21 +41,20 @@ class LogprobFormatter:
         self._as_token_ids = as_token_ids
 
     def completion(
-        self, token_ids: Sequence[int], entries: Sequence[Entry | None], offset: int
+        self, token_ids: Sequence[int], entries: Sequence[Entry | None], offsets: Sequence[int]
     ) -> CompletionLogprobs:
         """Return parallel lists; an entry that is None, the first of a prompt, becomes null.
 
         Args:
             token_ids: The tokens that stand there.
             entries: Per token, itself and the likeliest.
-            offset: Characters of the returned text before the first token.
+            offsets: Per token, where it starts in the returned text.
         """
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for token_id, entry in zip(token_ids, entries, strict=False):
+        for token_id, entry, offset in zip(token_ids, entries, offsets, strict=False):
             token = self._spell(token_id)
             result.tokens.append(token)
             result.text_offset.append(offset)
-            offset += len(self._tokenizer.token_text(token_id))
             if entry is None:
                 result.token_logprobs.append(None)
                 result.top_logprobs.append(None)
@@ -91,6 +91,52 @@ class LogprobFormatter:
         if self._as_token_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.token_text(token_id)
+
+
+class TextOffsets:
+    """Where the tokens of one choice start in its text.
+
+    Told by the text as it is returned and not by the tokens' spellings: those have one U+FFFD or
+    more for a character that spans tokens, and special tokens have one although they may be left
+    out of the text. A token that starts inside a character gets that character's offset.
+
+    Args:
+        tokenizer: Of the model.
+        skip_special_tokens: Whether they are left out of the output's text.
+        prompt_token_ids: What the output continues.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool, prompt_token_ids: Sequence[int]
+    ):
+        self._tokenizer = tokenizer
+        self._num_chars = 0
+        self._output = Detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, prompt_token_ids=prompt_token_ids
+        )
+
+    def of_prompt(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Return the offsets of an echoed prompt, whose text goes before the output's."""
+        offsets, end = [], 0
+        detokenizer = Detokenizer(self._tokenizer)
+        for token_id in token_ids:
+            offsets.append(min(end, len(text)))
+            if token_id in self._tokenizer.special_token_ids:
+                # Spelled out by the caller, or added by the tokenizer and not part of the text.
+                spelling = self._tokenizer.token_text(token_id)
+                end += len(spelling) if text.startswith(spelling, end) else 0
+            else:
+                end += len(detokenizer.push([token_id]))
+        self._num_chars += len(text)
+        return offsets
+
+    def of_output(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the offsets of the next tokens of the output."""
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._num_chars)
+            self._num_chars += len(self._output.push([token_id]))
+        return offsets
 
 
 def prompt_logprobs(

@@ -19,6 +19,8 @@ from jaxinfer.server.fields import CHAT, COMPLETIONS
 from jaxinfer.server.messages import to_template_messages
 
 MAX_PROMPTS = 1024
+# What one request may set going: each choice is a sequence of its own.
+MAX_CHOICES = 8192
 MAX_REQUEST_ID_CHARS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -227,6 +229,13 @@ class CompletionRequest(RequestFields):
         Raises:
             InvalidRequestError: A value is out of range.
         """
+        num_choices = len(self.prompt) * (self.n or 1)
+        if num_choices > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"n: at most {MAX_CHOICES} choices a request, got {num_choices} for "
+                f"{len(self.prompt)} prompts; send fewer prompts at once or lower n",
+                "n",
+            )
         check_num_logprobs("logprobs", self.logprobs, max_logprobs)
         check_num_logprobs("prompt_logprobs", self.prompt_logprobs, max_logprobs)
         max_tokens = self.max_tokens

@@ -38,6 +38,8 @@ BAD_COMPLETIONS = [
     ({"prompt": ["a"] * 1025}, "prompt"),
     ({"prompt": [65] * 600}, "prompt"),
     ({"prompt": "a" * 600}, "prompt"),
+    ({"prompt": "a" * 6_000_000}, "prompt"),
+    ({"prompt": [300] * 600_000}, "prompt"),
     ({"prompt": [[65], [65] * 600]}, "prompt"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -90,6 +92,9 @@ BAD_COMPLETIONS = [
     ({"logit_bias": {"1": [1]}}, "logit_bias"),
     ({"logit_bias": [[1, 1]]}, "logit_bias"),
     ({"logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias"),
+    ({"allowed_token_ids": [65], "bad_words": ["A"]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [257], "min_tokens": 2}, "allowed_token_ids"),
+    ({"prompt": ["a"] * 1000, "n": 9}, "n"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
     ({"logprobs": True}, "logprobs"),
@@ -149,9 +154,12 @@ BAD_CHATS = [
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
         "messages[0].tool_calls",
     ),
-    ({"messages": [{"role": "user", "content": "a" * 600}]}, "prompt"),
+    ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 600_000}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": 1000}, "max_tokens"),
+    ({"max_completion_tokens": 1000}, "max_completion_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": 1000, "max_tokens": 5}, "max_completion_tokens"),
     ({"max_completion_tokens": "5"}, "max_completion_tokens"),
     ({"logprobs": 5}, "logprobs"),
     ({"top_logprobs": 5}, "top_logprobs"),
@@ -254,6 +262,27 @@ def test_what_is_no_strict_json_object_is_a_400(server, path, body):
     response = server.post(path, body)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "BadRequestError"
+    server.assert_works()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (b'"temperature": NaN', "temperature"),
+        (b'"temperature": -Infinity', "temperature"),
+        (b'"top_p": 1e999', "top_p"),
+        (b'"seed": -' + b"9" * 30, "seed"),
+        (b'"stop_token_ids": [1, NaN]', "stop_token_ids"),
+        (b'"logit_bias": {"1": Infinity}', "logit_bias"),
+        (b'"logit_bias": {"1": 1, "1": 2}', "logit_bias"),
+        (b'"n": 1, "n": 2', "n"),
+        (b'"stop": ["a", "\\ud83d"]', "stop"),
+        (b'"user": ' + b"[" * 70 + b"]" * 70, "user"),
+    ],
+)
+def test_what_is_no_strict_json_value_is_named_by_its_field(server, fields, param):
+    response = server.post(COMPLETIONS, b'{"prompt": "Hi", ' + fields + b"}")
+    assert_error(response, 400, param)
     server.assert_works()
 
 

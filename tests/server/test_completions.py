@@ -190,6 +190,23 @@ def test_streamed_logprobs_join_to_the_non_streamed(server):
             assert values == choice["logprobs"][name]
 
 
+@pytest.mark.parametrize("prompt", ["¡é", [BOS, 194, 161, 195, 169], [194, 161, 256, 195, 169]])
+def test_text_offsets_point_into_the_returned_text(server, prompt):
+    options = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 40}
+    [choice] = ask(server, **options)["choices"]
+    offsets = choice["logprobs"]["text_offset"]
+    text = choice["text"].encode()
+    # Each byte is a token; special tokens have no text here.
+    start = 0
+    for token, offset in zip(choice["logprobs"]["tokens"], offsets, strict=True):
+        if token.startswith("<"):
+            continue
+        assert offset == len(text[:start].decode(errors="ignore"))
+        start += 1
+    streamed = chunks(server, **options)
+    assert offsets == [o for c in streamed for o in c["choices"][0]["logprobs"]["text_offset"]]
+
+
 def test_tokens_can_be_spelled_as_ids(server):
     options = {"max_tokens": 2, "logprobs": 1, "return_tokens_as_token_ids": True}
     [choice] = ask(server, **options)["choices"]
