@@ -19,12 +19,22 @@ from typer.core import TyperGroup
 from jaxinfer.cli_options import engine_options
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, InvalidRequestError, JaxinferError
-from jaxinfer.terminal import Answer, conversation, read_line, show_error, stream, take_turn
+from jaxinfer.terminal import (
+    Answer,
+    OutputError,
+    conversation,
+    read_line,
+    read_prompt,
+    show_error,
+    stream,
+    take_turn,
+)
 
 if TYPE_CHECKING:
     from jaxinfer.async_engine import AsyncEngine
     from jaxinfer.sampling_params import SamplingParams
 
+FAILED_EXIT_CODE = 1
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -36,6 +46,9 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except OutputError as error:
+            show_error(error)
+            raise typer.Exit(FAILED_EXIT_CODE) from None
         except (JaxinferError, ValueError) as error:
             if not _is_expected(error):
                 raise
@@ -143,10 +156,11 @@ def generate(
     """
     if system is not None and chat is False:
         raise InvalidRequestError("--system needs a chat template; leave out --raw", "system")
+    flags = _sampling_flags(max_tokens, temperature, top_p, seed)
     if prompt == "-":
-        prompt = sys.stdin.read()
+        prompt = read_prompt()
     with _engine(config) as engine:
-        params = _sampling_params(engine, max_tokens, temperature, top_p, seed)
+        params = _sampling_params(engine, flags)
         in_template = engine.tokenizer.has_chat_template if chat is None else chat
         asked = conversation(system, prompt) if in_template else prompt
         answer = Answer()
@@ -154,6 +168,8 @@ def generate(
     answer.show_speed()
     if interrupted:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
+    if answer.finish_reason == "error":
+        raise typer.Exit(FAILED_EXIT_CODE)
 
 
 @app.command(
@@ -176,8 +192,9 @@ def chat(
 
     /reset forgets the conversation, /exit or ctrl-D ends the session, ctrl-C stops an answer.
     """
+    flags = _sampling_flags(max_tokens, temperature, top_p, seed)
     with _engine(config) as engine:
-        params = _sampling_params(engine, max_tokens, temperature, top_p, seed)
+        params = _sampling_params(engine, flags)
         typer.echo(f"{engine.model_name}: /reset forgets, /exit ends, ctrl-C stops an answer")
         messages = conversation(system)
         while (line := read_line()) != "/exit":
@@ -254,22 +271,30 @@ def _engine(config: EngineConfig) -> Generator[AsyncEngine]:
         engine.shutdown()
 
 
-def _sampling_params(
-    engine: AsyncEngine,
-    max_tokens: int,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int | None,
-) -> SamplingParams:
+def _sampling_flags(
+    max_tokens: int, temperature: float | None, top_p: float | None, seed: int | None
+) -> dict[str, Any]:
+    """Return the flags that were given.
+
+    Raises:
+        InvalidRequestError: One is out of range; told before a model is loaded.
+    """
+    from jaxinfer.sampling_params import SamplingParams
+
+    flags = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
+    SamplingParams(**given)
+    return given
+
+
+def _sampling_params(engine: AsyncEngine, flags: dict[str, Any]) -> SamplingParams:
     """Return the flags over the model's own recommendation; greedy, if it has none."""
     from jaxinfer.sampling_params import SamplingParams
 
     recommended = engine.get_default_sampling_params()
-    if temperature is None and recommended == SamplingParams():
-        temperature = 0.0
-    flags = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    given: dict[str, Any] = {name: value for name, value in flags.items() if value is not None}
-    return dataclasses.replace(recommended, max_tokens=max_tokens, **given)
+    if recommended == SamplingParams():
+        flags = {"temperature": 0.0, **flags}
+    return dataclasses.replace(recommended, **flags)
 
 
 def _is_expected(error: Exception) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from jaxinfer.errors import InvalidRequestError
+from jaxinfer.errors import InvalidRequestError, JaxinferError
 
 if TYPE_CHECKING:
     from jaxinfer.async_engine import AsyncEngine
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from jaxinfer.sampling_params import SamplingParams
 
 Messages = list[dict[str, str]]
+
+
+class OutputError(JaxinferError):
+    """The answer cannot be written: the disk behind stdout is full, or something like it."""
 
 
 async def stream(
@@ -55,13 +59,18 @@ class Answer:
         """Print the text as it comes; return whether ctrl-C ended it.
 
         asyncio turns the first ctrl-C into a cancellation, which aborts the request.
+
+        Raises:
+            InvalidRequestError: It cannot be served as asked.
+            OutputError: It cannot be written.
         """
         try:
             asyncio.run(self._print(outputs))
         except KeyboardInterrupt:
             return True
         finally:
-            typer.echo()
+            with contextlib.suppress(OSError):  # the first failure to write is the one to tell of
+                typer.echo()
         return False
 
     def show_speed(self) -> None:
@@ -87,10 +96,18 @@ class Answer:
                 self.text += sample.text
                 self.num_tokens += len(sample.token_ids)
                 self.finish_reason = sample.finish_reason
-                typer.echo(sample.text, nl=False)
-                sys.stdout.flush()
+                _write(sample.text)
                 if sample.error is not None:
                     typer.secho(f"\nerror: {sample.error}", err=True, fg=typer.colors.RED)
+
+
+def _write(text: str) -> None:
+    try:
+        typer.echo(text, nl=False)
+    except BrokenPipeError:  # the reader has had enough, as `head` does
+        raise
+    except OSError as error:
+        raise OutputError(f"the answer cannot be written: {error.strerror or error}") from error
 
 
 def take_turn(
@@ -108,13 +125,35 @@ def take_turn(
     return [*asked, {"role": "assistant", "content": answer.text}]
 
 
+def read_prompt() -> str:
+    """Return all of stdin.
+
+    Raises:
+        InvalidRequestError: It is closed, empty or no text.
+    """
+    try:
+        text = sys.stdin.read() if sys.stdin is not None else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"stdin cannot be read as text: {error}", "prompt") from error
+    if not text:
+        raise InvalidRequestError(
+            "there is no prompt on stdin: it is closed or empty; pipe a text in, or give the "
+            "prompt as an argument",
+            "prompt",
+        )
+    return text
+
+
 def read_line() -> str:
     """Return the next line of the user; the end of input is "/exit", ctrl-C an empty line."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  # gives `input` its history and line editing
     try:
         return input("> ").strip()
-    except EOFError:
+    except UnicodeDecodeError as error:
+        show_error(error)
+        return ""
+    except (EOFError, OSError, RuntimeError):  # at its end, or never open
         typer.echo()
         return "/exit"
     except KeyboardInterrupt:

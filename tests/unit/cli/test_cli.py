@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import io
 import signal
 import sys
 from collections.abc import Callable
@@ -19,8 +21,10 @@ from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.cli import app
 from jaxinfer.cli_options import attribute_docs
 from jaxinfer.config import EngineConfig
+from jaxinfer.errors import InvalidRequestError
 from jaxinfer.request import FinishReason
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.terminal import read_line, read_prompt
 from tests.unit.faces.fakes import FakeEngine, loaded
 
 
@@ -322,3 +326,55 @@ def test_answer_is_cut_where_the_context_ends(engines: Engines):
     assert result.exit_code == 0
     assert result.stdout == "an a\n"
     assert "cut at the limit" in result.stderr
+
+
+@pytest.mark.parametrize("stdin", [None, io.StringIO("")], ids=["closed", "empty"])
+def test_generate_without_a_prompt_on_stdin_is_exit_code_2(engines: Engines, monkeypatch, stdin):
+    monkeypatch.setattr(sys, "stdin", stdin)
+    with pytest.raises(InvalidRequestError, match="no prompt on stdin") as caught:
+        read_prompt()
+    assert caught.value.param == "prompt"
+    assert run("generate", "-").exit_code == 2
+
+
+def test_generate_refuses_stdin_that_is_no_text(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    with pytest.raises(InvalidRequestError, match="cannot be read as text"):
+        read_prompt()
+
+
+def test_chat_ends_where_there_is_no_stdin(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert read_line() == "/exit"
+
+
+@pytest.mark.parametrize("flags", [["--temperature=-1"], ["--max-tokens=0"], ["--top-p=nan"]])
+@pytest.mark.parametrize("command", [["generate", "hi"], ["chat"]])
+def test_bad_sampling_flags_are_told_before_a_model_is_loaded(engines: Engines, command, flags):
+    engines.error = AssertionError("loaded")
+    assert run(*command, *flags).exit_code == 2
+
+
+def test_generate_without_stdout_ends_in_one_line(engines: Engines, monkeypatch):
+    def full(text: str = "", **style: Any) -> None:
+        if not style.get("err"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sys.stderr.write(f"{text}\n")
+
+    monkeypatch.setattr("jaxinfer.terminal.typer.echo", full)
+    monkeypatch.setattr("jaxinfer.terminal.typer.secho", full)
+    result = run("generate", "hi")
+    assert result.exit_code == 1
+    assert result.stderr == "error: the answer cannot be written: No space left on device\n"
+
+
+def test_an_answer_that_failed_is_exit_code_1(engines: Engines, monkeypatch):
+    add_request = engines.fake.add_request
+
+    def add_and_fail(request_id: str, *args: Any, **kwargs: Any) -> None:
+        add_request(request_id, *args, **kwargs)
+        engines.fake.fail_next.add(request_id)
+
+    monkeypatch.setattr(engines.fake, "add_request", add_and_fail)
+    result = run("generate", "hi")
+    assert result.exit_code == 1 and "logits held a NaN" in result.stderr
