@@ -121,7 +121,7 @@ DEEPSEEK = (
             moe_intermediate_size=8, moe_layer_freq=1, n_group=4, n_routed_experts=16,
             n_shared_experts=2, norm_topk_prob=False, num_experts_per_tok=4, q_lora_rank=24,
             rope_scaling=_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-            rope_theta=10000, routed_scaling_factor=4.0, scoring_func="softmax", seq_aux=True,
+            rope_theta=10000, routed_scaling_factor=2.0, scoring_func="softmax", seq_aux=True,
             tie_word_embeddings=False, topk_group=2, topk_method="group_limited_greedy",
             **_LATENT,
         ),

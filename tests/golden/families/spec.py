@@ -51,11 +51,13 @@ class Family:
 
 
 def hf_config(family: Family) -> dict[str, Any]:
+    # GPT-2 has its own word for it, and would be given two.
+    length = {} if "n_positions" in family.config else {"max_position_embeddings": 256}
     return {
         "architectures": family.config["architectures"],
         "model_type": family.config["model_type"],
         "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 256,
+        **length,
         "initializer_range": 0.02,
         "use_cache": True,
         "pad_token_id": PAD,
