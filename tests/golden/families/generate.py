@@ -8,6 +8,7 @@ with a cache, token by token, and each feature of a configuration to moving the 
 
     tokenizer/             tokenizer.json, tokenizer_config.json: one copy for all checkpoints
     NAME/                  config.json, generation_config.json, model.safetensors
+    NAME.gguf              a GGUF file (`GGUF_FAMILIES`)
     NAME.npz               its golden, for each prompt P of short (5 tokens), medium (24), long (49)
                            or, where RoPE depends on the length, short, medium, crossing (49) and
                            long (72):
@@ -30,10 +31,12 @@ import itertools
 import json
 import logging
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dense
+import family_gguf
 import moe
 import numpy as np
 import run
@@ -42,6 +45,7 @@ import tiny
 import torch
 import transformers
 import weights
+from reference import Run
 
 HERE = Path(__file__).parent
 NUM_NEW_TOKENS = 32
@@ -58,7 +62,7 @@ logger = logging.getLogger("goldens")
 
 
 def main() -> None:
-    names = [family.name for family in FAMILIES]
+    names = [family.name for family in (*FAMILIES, *family_gguf.GGUF_FAMILIES)]
     parser = argparse.ArgumentParser(description="Make the goldens of the families.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(names)}")
     args = parser.parse_args()
@@ -75,6 +79,10 @@ def main() -> None:
     for family in FAMILIES:
         if family.name in (args.names or names):
             make(family, prompts_of(family, tiny.prompts(tokenizer)))
+    for family in family_gguf.GGUF_FAMILIES:
+        if family.name in (args.names or names):
+            prompts = prompts_of(family.family, tiny.prompts(tokenizer))
+            make_gguf(family, tokenizer, prompts)
 
 
 def write_tokenizer(tokenizer) -> None:
@@ -105,50 +113,44 @@ def make(family: spec.Family, prompts: dict[str, list[int]]) -> None:
     directory = HERE / family.name
     for seed in itertools.count():
         weights.write_folder(directory, family, seed)
-        runs, gap = run_all(family, directory, prompts)
+        runs, gap = run_all(family, lambda: run.load_folder(directory), prompts)
         if runs is not None:
             break
     meta = {"seed": seed, "dtype": family.dtype, "routing_gap": gap}
     meta["teeth"] = bite(family, directory, prompts["long"], runs["long"].logits)
-    arrays: dict[str, np.ndarray] = {"medium_hidden_states": runs["medium"].hidden_states}
-    facts = {}
-    for name, result in runs.items():
-        ids = prompts[name] + result.greedy.tolist()
-        T = len(prompts[name])
-        cached = run.token_by_token(run.load_folder(directory), ids)
-        difference = float(np.abs(cached[:T] - result.logits).max())
-        agrees = bool((cached[T - 1 : -1].argmax(-1) == result.greedy).all())
-        if not family.depends_on_length:
-            assert difference < MAX_CACHED_DIFFERENCE, f"{name}: with a cache off by {difference}"
-            assert agrees, f"{name}: the reference disagrees with itself"
-        facts[name] = {
-            "min_margin": float(result.margins.min()),
-            "cached_difference": difference,
-            "cached_greedy_agrees": agrees,
-        }
-        arrays |= {
-            f"{name}_token_ids": np.asarray(prompts[name], np.int32),
-            f"{name}_greedy": result.greedy,
-            f"{name}_margins": result.margins,
-        }
-        if name != "crossing":
-            arrays[f"{name}_logits"] = result.logits
-    _save(family.name, arrays, meta | {"prompts": facts})
-    size = sum(f.stat().st_size for f in directory.iterdir())
-    golden = (HERE / f"{family.name}.npz").stat().st_size
-    spread = float(runs["long"].logits.std())
-    logger.info("%s: %d + %d B, spread %.2f", family.name, size, golden, spread)
-    logger.info("  %s\n  %s", meta, facts)
+    _save(family, directory, lambda: run.load_folder(directory), prompts, runs, meta)
 
 
-def run_all(family: spec.Family, directory: Path, prompts: dict[str, list[int]]):
+def make_gguf(family: family_gguf.GGUFFamily, tokenizer, prompts: dict[str, list[int]]) -> None:
+    """Write the first seed's file that does, its golden of the numbers a reader gets back."""
+    source = family.family
+
+    def load(seed: int):
+        model = weights.new_model(source, seed)
+        for parameter in model.parameters():
+            exact = family_gguf.stored(parameter.detach().numpy(), family.kind)
+            parameter.data.copy_(torch.from_numpy(exact))
+        return model.eval()
+
+    for seed in itertools.count(1000):
+        runs, _ = run_all(source, lambda seed=seed: load(seed), prompts)
+        if runs is not None:
+            break
+    file = HERE / f"{family.name}.gguf"
+    arrays = {n: p.detach().numpy() for n, p in weights.new_model(source, seed).named_parameters()}
+    family_gguf.write_gguf(file, family, arrays, tokenizer)
+    meta = {"seed": seed, "kind": family.kind.name}
+    _save(family, file, lambda: load(seed), prompts, runs, meta)
+
+
+def run_all(family: spec.Family, load: Callable[[], Any], prompts: dict[str, list[int]]):
     """Return the runs of all prompts and the smallest routing gap, or None if one is unfit."""
     runs, smallest = {}, float("inf")
-    model = run.load_folder(directory)
+    model = load()
     for name, ids in prompts.items():
         if family.depends_on_length:
             # The reference keeps the frequencies of the longest sequence it has met.
-            model = run.load_folder(directory)
+            model = load()
         with run.routing_gaps() as gaps:
             runs[name] = run.run(model, ids, NUM_NEW_TOKENS)
         smallest = min([smallest, *gaps])
@@ -174,14 +176,53 @@ def bite(family: spec.Family, directory: Path, ids: list[int], expected) -> dict
     return moved
 
 
-def _save(name: str, arrays: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
+def _save(
+    family: spec.Family | family_gguf.GGUFFamily,
+    path: Path,
+    load: Callable[[], Any],
+    prompts: dict[str, list[int]],
+    runs: dict[str, Run],
+    meta: dict[str, Any],
+) -> None:
+    arrays: dict[str, np.ndarray] = {"medium_hidden_states": runs["medium"].hidden_states}
+    facts = {}
+    for name, result in runs.items():
+        facts[name] = check(getattr(family, "family", family), load(), prompts[name], result)
+        arrays |= {
+            f"{name}_token_ids": np.asarray(prompts[name], np.int32),
+            f"{name}_greedy": result.greedy,
+            f"{name}_margins": result.margins,
+        }
+        if name != "crossing":
+            arrays[f"{name}_logits"] = result.logits
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    text = json.dumps({"versions": versions} | meta, sort_keys=True)
+    text = json.dumps({"versions": versions, **meta, "prompts": facts}, sort_keys=True)
     # Renamed into place, so that an interrupted run leaves the old golden whole.
     with tempfile.TemporaryDirectory(dir=HERE) as scratch:
-        file = Path(scratch) / f"{name}.npz"
+        file = Path(scratch) / f"{family.name}.npz"
         np.savez_compressed(file, meta=np.array(text), **arrays)
         file.rename(HERE / file.name)
+    size = sum(f.stat().st_size for f in ([path] if path.is_file() else path.iterdir()))
+    golden = (HERE / f"{family.name}.npz").stat().st_size
+    spread = float(runs["long"].logits.std())
+    logger.info("%s: %d + %d B, spread %.2f", family.name, size, golden, spread)
+    logger.info("  %s\n  %s", meta, facts)
+
+
+def check(family: spec.Family, model, prompt: list[int], result: Run) -> dict[str, Any]:
+    """Hold the reference to its own run with a cache, where the two are the same function."""
+    T = len(prompt)
+    cached = run.token_by_token(model, prompt + result.greedy.tolist())
+    difference = float(np.abs(cached[:T] - result.logits).max())
+    agrees = bool((cached[T - 1 : -1].argmax(-1) == result.greedy).all())
+    if not family.depends_on_length:
+        assert difference < MAX_CACHED_DIFFERENCE, f"{family.name}: cached, off by {difference}"
+        assert agrees, f"{family.name}: the reference disagrees with itself"
+    return {
+        "min_margin": float(result.margins.min()),
+        "cached_difference": difference,
+        "cached_greedy_agrees": agrees,
+    }
 
 
 if __name__ == "__main__":

@@ -28,14 +28,10 @@ FLOAT32 = "e_score_correction_bias"
 def write_folder(directory: Path, family: spec.Family, seed: int) -> None:
     """Write `config.json`, `generation_config.json` and `model.safetensors`."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = spec.hf_config(family)
-    write_json(directory / "config.json", config)
+    write_json(directory / "config.json", spec.hf_config(family))
     ids = {"bos_token_id": BOS, "eos_token_id": [EOS, PAD], "pad_token_id": PAD}
     write_json(directory / "generation_config.json", ids)
-    model = transformers.AutoModelForCausalLM.from_config(
-        make_config(config), dtype=torch.float32, attn_implementation="eager"
-    )
-    fill(model, family, seed)
+    model = new_model(family, seed)
     with tempfile.TemporaryDirectory() as scratch:
         # Undoes what loading does to the names and shapes of released files.
         model.save_pretrained(scratch)
@@ -50,6 +46,15 @@ def write_folder(directory: Path, family: spec.Family, seed: int) -> None:
     file = directory / "model.safetensors"
     save_file(stored, file, metadata={"format": "pt"})
     file.chmod(0o644)
+
+
+def new_model(family: spec.Family, seed: int):
+    """Return the model in float32, its weights such that `family.dtype` holds them exactly."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        make_config(spec.hf_config(family)), dtype=torch.float32, attn_implementation="eager"
+    )
+    fill(model, family, seed)
+    return model
 
 
 def write_json(file: Path, document: dict[str, Any]) -> None:
