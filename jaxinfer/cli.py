@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
+import threading
 from collections.abc import Generator
+from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -264,11 +267,31 @@ def version() -> None:
 def _engine(config: EngineConfig) -> Generator[AsyncEngine]:
     from jaxinfer.async_engine import AsyncEngine
 
-    engine = AsyncEngine.from_config(config)
+    loading: Future[AsyncEngine] = Future()
+
+    def load() -> None:
+        try:
+            loading.set_result(AsyncEngine.from_config(config))
+        except BaseException as error:  # whatever it is, it is raised where it is waited for
+            loading.set_exception(error)
+
+    # In a thread that may be left behind: nothing interrupts a compiler.
+    threading.Thread(target=load, name="jaxinfer-load", daemon=True).start()
+    try:
+        engine = loading.result()
+    except KeyboardInterrupt:
+        _exit_now(INTERRUPTED_EXIT_CODE)
     try:
         yield engine
     finally:
         engine.shutdown()
+
+
+def _exit_now(code: int) -> NoReturn:
+    """End without waiting for threads."""
+    sys.stderr.write("\n")
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _sampling_flags(

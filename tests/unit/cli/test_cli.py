@@ -7,10 +7,11 @@ import errno
 import io
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import typer
@@ -378,3 +379,22 @@ def test_an_answer_that_failed_is_exit_code_1(engines: Engines, monkeypatch):
     monkeypatch.setattr(engines.fake, "add_request", add_and_fail)
     result = run("generate", "hi")
     assert result.exit_code == 1 and "logits held a NaN" in result.stderr
+
+
+def test_ctrl_c_while_the_model_loads_ends_at_once(engines: Engines, monkeypatch):
+    stopped, codes = threading.Event(), []
+
+    def never_ready(config: EngineConfig) -> AsyncEngine:
+        signal.raise_signal(signal.SIGINT)
+        stopped.wait(10)
+        raise AssertionError("nobody waits for it")
+
+    def exit_now(code: int) -> NoReturn:
+        codes.append(code)
+        raise SystemExit(code)
+
+    monkeypatch.setattr(AsyncEngine, "from_config", never_ready)
+    monkeypatch.setattr("jaxinfer.cli._exit_now", exit_now)
+    result = run("generate", "hi")
+    stopped.set()
+    assert (codes, result.exit_code) == ([130], 130)
