@@ -35,7 +35,7 @@ QWEN = (
     Family(
         name="qwen2_window",
         config=llama_like(
-            "Qwen2ForCausalLM", "qwen2", 32, 4, 2, 64, 4,
+            "Qwen2ForCausalLM", "qwen2", 32, 4, 2, 32, 4,
             max_window_layers=2, rope_theta=1000000.0, sliding_window=16,
             use_sliding_window=True, tie_word_embeddings=False,
         ),
@@ -73,7 +73,7 @@ GEMMA = (
             "attention_bias": False, "attention_dropout": 0.0, "cache_implementation": "hybrid",
             "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0,
             "query_pre_attn_scalar": 12, "rope_theta": 10000.0, "sliding_window": 16,
-            "hidden_act": "gelu_pytorch_tanh", **shape(32, 4, 2, 64, 4), **GEMMA_SHAPE,
+            "hidden_act": "gelu_pytorch_tanh", **shape(32, 4, 2, 32, 4), **GEMMA_SHAPE,
         },
         embed_std=0.25, post_norm=(1.5, 4.0), plus_one=True,
         teeth=[
@@ -90,7 +90,7 @@ GEMMA = (
             "attn_logit_softcapping": None, "final_logit_softcapping": None,
             "query_pre_attn_scalar": 12, "rope_local_base_freq": 10000, "rope_scaling": None,
             "rope_theta": 1000000, "sliding_window": 16, "sliding_window_pattern": 6,
-            **shape(32, 4, 1, 48, 6), **GEMMA_SHAPE,
+            **shape(32, 4, 1, 32, 6), **GEMMA_SHAPE,
         },
         embed_std=0.25, post_norm=(1.5, 4.0), plus_one=True,
         teeth=[
@@ -120,7 +120,7 @@ PHI = (
     Family(
         name="phi3",
         config=llama_like(
-            "Phi3ForCausalLM", "phi3", 32, 4, 4, 64, 3,
+            "Phi3ForCausalLM", "phi3", 32, 4, 4, 48, 3,
             embd_pdrop=0.0, resid_pdrop=0.0, original_max_position_embeddings=256,
             rope_scaling=None, rope_theta=10000.0, sliding_window=16, attention_bias=False,
             tie_word_embeddings=False,
@@ -130,7 +130,7 @@ PHI = (
     Family(
         name="phi3_longrope",
         config=llama_like(
-            "Phi3ForCausalLM", "phi3", 32, 4, 4, 64, 3,
+            "Phi3ForCausalLM", "phi3", 32, 4, 4, 32, 3,
             embd_pdrop=0.0, resid_pdrop=0.0, original_max_position_embeddings=ORIGINAL_LENGTH,
             rope_scaling=_longrope(4, type="longrope"), rope_theta=10000.0, sliding_window=512,
             attention_bias=False, tie_word_embeddings=False,
@@ -142,19 +142,9 @@ PHI = (
         ],
     ),
     Family(
-        name="phi4",
-        config=llama_like(
-            "Phi3ForCausalLM", "phi3", 32, 4, 1, 64, 3,
-            embd_pdrop=0.0, resid_pdrop=0.0, original_max_position_embeddings=256,
-            rope_scaling=None, rope_theta=250000, sliding_window=None, attention_bias=False,
-            tie_word_embeddings=False,
-        ),
-        teeth=[{"rope_theta": 1e4}],
-    ),
-    Family(
         name="phi4_mini",
         config=llama_like(
-            "Phi3ForCausalLM", "phi3", 48, 3, 1, 64, 3,
+            "Phi3ForCausalLM", "phi3", 48, 3, 1, 48, 3,
             embd_pdrop=0.0, resid_pdrop=0.0, original_max_position_embeddings=ORIGINAL_LENGTH,
             rope_scaling=_longrope(6, type="longrope") | {"short_factor": [1.0] * 6},
             rope_theta=10000.0, partial_rotary_factor=0.75, sliding_window=512,
@@ -170,7 +160,7 @@ LLAMA_LIKE = (
     Family(
         name="smollm3",
         config=llama_like(
-            "SmolLM3ForCausalLM", "smollm3", 32, 4, 2, 64, 4,
+            "SmolLM3ForCausalLM", "smollm3", 32, 4, 2, 48, 4,
             attention_bias=False, mlp_bias=False, layer_types=["full_attention"] * 4,
             max_window_layers=28, no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0],
             rope_scaling=None, rope_theta=5000000.0, sliding_window=None,
@@ -190,7 +180,7 @@ LLAMA_LIKE = (
     Family(
         name="olmo3",
         config=llama_like(
-            "Olmo3ForCausalLM", "olmo3", 32, 4, 4, 64, 4,
+            "Olmo3ForCausalLM", "olmo3", 32, 4, 4, 32, 4,
             attention_bias=False,
             layer_types=["sliding_attention"] * 3 + ["full_attention"],
             rope_scaling={
@@ -264,7 +254,7 @@ COHERE = (
             "rotary_pct": 1.0, "sliding_window": 16, "sliding_window_pattern": 4,
             "use_embedding_sharing": True, "use_gated_activation": True,
             "use_parallel_block": True, "use_parallel_embedding": True,
-            **shape(32, 4, 2, 64, 4),
+            **shape(32, 4, 2, 48, 4),
         },
         embed_std=0.7,
         teeth=[
@@ -283,7 +273,7 @@ RESEARCH = (
             "attention_dropout": 0.0, "hidden_act": "silu", "hidden_dropout": 0.0,
             "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "qk_layernorm": False,
             "rope_theta": 10000, "tie_word_embeddings": False, "use_parallel_residual": False,
-            "use_qkv_bias": True, **shape(32, 2, 2, 64, 3),
+            "use_qkv_bias": True, **shape(32, 2, 2, 48, 3),
         },
         teeth=[{"partial_rotary_factor": 0.5}],
     ),
@@ -295,7 +285,7 @@ RESEARCH = (
             "attention_dropout": 0.0, "hidden_act": "silu", "hidden_dropout": 0.0,
             "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "qk_layernorm": True,
             "rope_theta": 10000, "tie_word_embeddings": False, "use_parallel_residual": True,
-            "use_qkv_bias": False, **shape(64, 4, 2, 64, 2),
+            "use_qkv_bias": False, **shape(32, 2, 1, 64, 2),
         },
         teeth=[{"qk_layernorm": False}],
     ),
@@ -304,7 +294,7 @@ RESEARCH = (
         config={
             "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox",
             "attention_dropout": 0.0, "classifier_dropout": 0.1, "hidden_act": "gelu",
-            "hidden_dropout": 0.0, "hidden_size": 32, "intermediate_size": 128,
+            "hidden_dropout": 0.0, "hidden_size": 32, "intermediate_size": 64,
             "layer_norm_eps": 1e-5, "num_attention_heads": 2, "num_hidden_layers": 3,
             "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
             "use_parallel_residual": True,
@@ -316,7 +306,7 @@ RESEARCH = (
         name="gpt_neox_sequential",
         config={
             "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox",
-            "hidden_act": "gelu", "hidden_size": 32, "intermediate_size": 128,
+            "hidden_act": "gelu", "hidden_size": 32, "intermediate_size": 64,
             "layer_norm_eps": 1e-5, "num_attention_heads": 4, "num_hidden_layers": 2,
             "rotary_emb_base": 10000, "rotary_pct": 1.0, "tie_word_embeddings": False,
             "use_parallel_residual": False,
@@ -335,7 +325,7 @@ RESEARCH = (
             "summary_first_dropout": 0.1, "summary_proj_to_labels": True,
             "summary_type": "cls_index", "summary_use_proj": True,
         },
-        dtype="float32", rename=[("transformer.", "")], embed_std=0.4,
+        dtype="float16", rename=[("transformer.", "")], embed_std=0.4,
         teeth=[{"activation_function": "gelu"}, {"scale_attn_weights": False}],
     ),
 )  # fmt: skip

@@ -30,6 +30,7 @@ import importlib.metadata
 import itertools
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,9 @@ MIN_ROUTING_GAP = 1e-4
 MAX_CACHED_DIFFERENCE = 5e-5
 # Five times what a test allows. The two kinds of GELU are no further apart than that.
 MIN_TOOTH = 1e-3
+# Logits and hidden states are rounded to multiples of it: below the noise between two float32
+# programs, and a tenth less to store.
+STEP = 2.0**-16
 PACKAGES = ("torch", "transformers", "numpy", "safetensors", "tokenizers")
 FAMILIES = (*dense.FAMILIES, *moe.FAMILIES)
 
@@ -111,11 +115,14 @@ def prompts_of(family: spec.Family, prompts: dict[str, list[int]]) -> dict[str, 
 def make(family: spec.Family, prompts: dict[str, list[int]]) -> None:
     """Write the first seed's checkpoint whose transcripts are varied and free of near-ties."""
     directory = HERE / family.name
-    for seed in itertools.count():
-        weights.write_folder(directory, family, seed)
-        runs, gap = run_all(family, lambda: run.load_folder(directory), prompts)
-        if runs is not None:
-            break
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in itertools.count():
+            weights.write_folder(Path(scratch), family, seed)
+            runs, gap = run_all(family, lambda: run.load_folder(Path(scratch)), prompts)
+            if runs is not None:
+                break
+        shutil.copytree(scratch, directory, dirs_exist_ok=True)
+        directory.chmod(0o755)
     meta = {"seed": seed, "dtype": family.dtype, "routing_gap": gap}
     meta["teeth"] = bite(family, directory, prompts["long"], runs["long"].logits)
     _save(family, directory, lambda: run.load_folder(directory), prompts, runs, meta)
@@ -184,7 +191,7 @@ def _save(
     runs: dict[str, Run],
     meta: dict[str, Any],
 ) -> None:
-    arrays: dict[str, np.ndarray] = {"medium_hidden_states": runs["medium"].hidden_states}
+    arrays: dict[str, np.ndarray] = {"medium_hidden_states": _rounded(runs["medium"].hidden_states)}
     facts = {}
     for name, result in runs.items():
         facts[name] = check(getattr(family, "family", family), load(), prompts[name], result)
@@ -194,7 +201,7 @@ def _save(
             f"{name}_margins": result.margins,
         }
         if name != "crossing":
-            arrays[f"{name}_logits"] = result.logits
+            arrays[f"{name}_logits"] = _rounded(result.logits)
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     text = json.dumps({"versions": versions, **meta, "prompts": facts}, sort_keys=True)
     # Renamed into place, so that an interrupted run leaves the old golden whole.
@@ -207,6 +214,10 @@ def _save(
     spread = float(runs["long"].logits.std())
     logger.info("%s: %d + %d B, spread %.2f", family.name, size, golden, spread)
     logger.info("  %s\n  %s", meta, facts)
+
+
+def _rounded(a: np.ndarray) -> np.ndarray:
+    return (np.round(a / STEP) * STEP).astype(np.float32)
 
 
 def check(family: spec.Family, model, prompt: list[int], result: Run) -> dict[str, Any]:

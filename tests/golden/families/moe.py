@@ -29,12 +29,12 @@ MIXTRAL = (
         config=llama_like(
             "Qwen3MoeForCausalLM", "qwen3_moe", 32, 4, 2, 64, 2,
             attention_bias=False, decoder_sparse_step=1, head_dim=16, max_window_layers=2,
-            mlp_only_layers=[], moe_intermediate_size=16, norm_topk_prob=True, num_experts=16,
-            num_experts_per_tok=4, output_router_logits=False, rope_scaling=None,
+            mlp_only_layers=[], moe_intermediate_size=16, norm_topk_prob=True, num_experts=8,
+            num_experts_per_tok=3, output_router_logits=False, rope_scaling=None,
             rope_theta=1000000.0, router_aux_loss_coef=0.001, sliding_window=None,
             use_sliding_window=False, tie_word_embeddings=False,
         ),
-        teeth=[{"norm_topk_prob": False}, {"num_experts_per_tok": 3}],
+        teeth=[{"norm_topk_prob": False}, {"num_experts_per_tok": 2}],
     ),
     # No release mixes dense layers in; the keys that would are in every one of them.
     Family(
@@ -53,8 +53,8 @@ MIXTRAL = (
         name="olmoe",
         config=llama_like(
             "OlmoeForCausalLM", "olmoe", 32, 4, 4, 16, 2,
-            attention_bias=False, clip_qkv=None, norm_topk_prob=False, num_experts=16,
-            num_experts_per_tok=4, output_router_logits=False, rope_scaling=None,
+            attention_bias=False, clip_qkv=None, norm_topk_prob=False, num_experts=8,
+            num_experts_per_tok=3, output_router_logits=False, rope_scaling=None,
             rope_theta=10000.0, router_aux_loss_coef=0.01, tie_word_embeddings=False,
         ),
         teeth=[{"norm_topk_prob": True}, {"clip_qkv": 1.0}],
@@ -93,14 +93,14 @@ GPT_OSS = (
         mxfp4=True,
     ),
     # As people fine-tune it: the experts as plain matrices, input first.
-    Family(name="gpt_oss_bf16", config=_GPT_OSS, teeth=_GPT_OSS_TEETH),
+    Family(name="gpt_oss_bf16", config=_GPT_OSS | {"num_local_experts": 4}, teeth=_GPT_OSS_TEETH),
 )  # fmt: skip
 
 DEEPSEEK = (
     Family(
         name="deepseek_v2_lite",
         config=llama_like(
-            "DeepseekV2ForCausalLM", "deepseek_v2", 32, 4, 4, 48, 3,
+            "DeepseekV2ForCausalLM", "deepseek_v2", 32, 4, 4, 32, 3,
             attention_bias=False, aux_loss_alpha=0.001, first_k_dense_replace=1,
             moe_intermediate_size=16, moe_layer_freq=1, n_group=1, n_routed_experts=8,
             n_shared_experts=2, norm_topk_prob=False, num_experts_per_tok=3, q_lora_rank=None,
@@ -116,7 +116,7 @@ DEEPSEEK = (
     Family(
         name="deepseek_v2",
         config=llama_like(
-            "DeepseekV2ForCausalLM", "deepseek_v2", 32, 4, 4, 48, 3,
+            "DeepseekV2ForCausalLM", "deepseek_v2", 32, 4, 4, 32, 3,
             attention_bias=False, aux_loss_alpha=0.001, first_k_dense_replace=1,
             moe_intermediate_size=8, moe_layer_freq=1, n_group=4, n_routed_experts=16,
             n_shared_experts=2, norm_topk_prob=False, num_experts_per_tok=4, q_lora_rank=24,
@@ -132,7 +132,7 @@ DEEPSEEK = (
     Family(
         name="deepseek_v3",
         config=llama_like(
-            "DeepseekV3ForCausalLM", "deepseek_v3", 32, 4, 4, 48, 3,
+            "DeepseekV3ForCausalLM", "deepseek_v3", 32, 4, 4, 32, 3,
             attention_bias=False, aux_loss_alpha=0.001, ep_size=1, first_k_dense_replace=1,
             moe_intermediate_size=8, moe_layer_freq=1, n_group=4, n_routed_experts=16,
             n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=4,

@@ -1,7 +1,7 @@
 """Random weights for any transformers model, and its folder on disk under the released names.
 
 It knows torch, transformers and safetensors; it knows no family but by the names of its weights.
-Scales follow `tiny.py`: logits spread over a few units, and what layers add outweighs the embedding.
+Scales follow `tiny.py`: logits spread over a few units, and layers add more than the embedding.
 """
 
 from __future__ import annotations
