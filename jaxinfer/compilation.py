@@ -63,11 +63,15 @@ class Programs:
         """Compile what is missing, several at a time; `on_progress` gets programs done, in all."""
         missing = [key for key in self._lowerings if key not in self._compiled]
         on_progress(0, len(missing))
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
+        try:
             futures = {pool.submit(self._build, key): key for key in missing}
             for done, future in enumerate(as_completed(futures), start=1):
                 self._compiled[futures[future]] = future.result()
                 on_progress(done, len(missing))
+        finally:
+            # After Ctrl-C nobody waits for the programs still queued.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _build(self, key: Hashable) -> Any:
         return self._lowerings[key]().compile()

@@ -106,7 +106,7 @@ class Engine:
             params=params,
             seed=seed,
             max_total_tokens=len(prompt_token_ids) + min(params.max_tokens or room, room),
-            eos_token_ids=self.eos_token_ids,
+            eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,

@@ -288,7 +288,7 @@ class Scheduler:
         )
 
     def _fail(self, row: ScheduledRow) -> TokenOutput:
-        """End a request whose logits held a NaN; nobody shall find what it computed."""
+        """End a request that has no next token; nobody shall find what it computed."""
         request = row.request
         self.num_corrupted += 1
         self.page_pool.uncache(request.page_hashes)
@@ -296,8 +296,9 @@ class Scheduler:
         return TokenOutput(
             request_id=request.request_id,
             finish_reason=FinishReason.ERROR,
-            error=f"the model's logits held a NaN after {row.end} tokens, so there is no next one;"
-            " if this repeats, the weights are damaged or overflow: try dtype float32",
+            error=f"there is no next token after {row.end}: the model's logits held a NaN (the"
+            " weights are damaged or overflow; try dtype float32), or bad words and allowed tokens"
+            " left nothing to choose from",
             num_cached_tokens=request.num_cached_tokens,
             first_scheduled_time=request.first_scheduled_time,
         )

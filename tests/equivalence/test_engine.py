@@ -172,6 +172,19 @@ def test_nothing_compiles_after_warmup() -> None:
     assert engine.stats.compilations_after_warmup == 0
 
 
+def test_min_tokens_bans_no_end_token_that_is_ignored_anyway() -> None:
+    prompt = tuple(range(5, 25))
+    # Token 2 ends a sequence here; make it likely.
+    common = {"temperature": 0, "max_tokens": 8, "logit_bias": {2: 30.0}, "ignore_eos": True}
+    work = {
+        "plain": Work(prompt, SamplingParams(**common)),
+        "min": Work(prompt, SamplingParams(**common, min_tokens=8)),
+    }
+    tokens = run_tokens(make_engine("smollm2"), work)
+    assert tokens["min"] == tokens["plain"]
+    assert 2 in tokens["plain"]
+
+
 def test_an_unforeseen_compilation_is_counted() -> None:
     engine = make_engine("llama2", max_num_seqs=3, max_num_batched_tokens=9)
     engine.warmed_up()  # a lie: nothing was compiled
