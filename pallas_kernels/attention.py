@@ -25,6 +25,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
     impl: str = "auto",
 ) -> Float[Array, "T N H"]:
     """Return causal attention of each row's new tokens over the row's pages.
@@ -40,6 +41,8 @@ def paged_attention(
         scale: Multiplies the scores.
         sliding_window: Keys visible to a token, itself included; None for all.
         logit_softcap: Scores become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118).
+        sinks: Per head, a score that takes part in the softmax with a value of zero (GPT-OSS,
+            arXiv:2309.17453).
         impl: "auto" or one of `IMPLEMENTATIONS`.
 
     Returns:
@@ -61,4 +64,5 @@ def paged_attention(
         scale=scale,
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,
+        sinks=sinks,
     )

@@ -38,6 +38,7 @@ def xla_paged_attention(
     scale: float,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Return what `pallas_kernels.paged_attention` promises.
 
@@ -45,6 +46,8 @@ def xla_paged_attention(
 
         scores = softcap(q @ k.T * scale)
         out = softmax(where((p - window < arange(S)) & (arange(S) <= p), scores, -inf)) @ v
+
+    Sinks are one more score in the softmax, of a key whose value is 0.
     """
     T, N, H = q.shape
     K = k_pages.shape[1]
@@ -55,6 +58,7 @@ def xla_paged_attention(
         scale=scale,
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,
+        sinks=None if sinks is None else sinks.astype(jnp.float32).reshape(K, N // K),
     )
     # A tile may reach over the end of the packed tokens: pad once, cut at the end.
     padding = ((0, PADDING), (0, 0), (0, 0), (0, 0))
@@ -122,6 +126,7 @@ def _attend_block(
     scale: float,
     sliding_window: int | None,
     logit_softcap: float | None,
+    sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "R Q K G H"]:
     """Attend R rows × Q tokens to their pages; tokens at position -1 give zeros."""
     R, Q, K, G, H = q.shape
@@ -168,6 +173,10 @@ def _attend_block(
         jnp.full((R, K, G * Q), -jnp.inf, jnp.float32),
         jnp.zeros((R, K, G * Q), jnp.float32),
     )
+    if sinks is not None:
+        # As if a key with this score and no value had been seen first.
+        seen = jnp.broadcast_to(jnp.repeat(sinks, Q, axis=1)[None], (R, K, G * Q))
+        state = (state[0], seen, jnp.ones_like(seen))
     out, _, row_sum = lax.fori_loop(first, end, body, state)
     out = out / jnp.where(row_sum > 0, row_sum, 1.0)[..., None]
     return jnp.moveaxis(out.reshape(R, K, G, Q, H), 3, 1).astype(q.dtype)

@@ -28,6 +28,7 @@ class Case:
     head_dim: int = 16
     sliding_window: int | None = None
     logit_softcap: float | None = None
+    sinks: bool = False
     dtype: str = "float32"
     seed: int = 0
 
@@ -51,6 +52,7 @@ def run_case(case: Case, impl: str) -> tuple[np.ndarray, np.ndarray]:
         for s in range(keys):
             pages[:, table[i, s // ps], :, s % ps] = rng.normal(size=(2, K, H))
     q = rng.normal(size=(MAX_TOKENS, case.num_heads, H))
+    sinks = rng.normal(size=case.num_heads) if case.sinks else None
     q, pages = (np.asarray(jnp.asarray(x, case.dtype)) for x in (q, pages))
 
     starts = np.zeros(MAX_ROWS + 1, np.int32)
@@ -73,6 +75,7 @@ def run_case(case: Case, impl: str) -> tuple[np.ndarray, np.ndarray]:
         scale=H**-0.5,
         sliding_window=case.sliding_window,
         logit_softcap=case.logit_softcap,
+        sinks=None if sinks is None else jnp.asarray(sinks, case.dtype),
         impl=impl,
     )
     assert out.dtype == q.dtype
@@ -80,11 +83,12 @@ def run_case(case: Case, impl: str) -> tuple[np.ndarray, np.ndarray]:
     expected = np.zeros((total, case.num_heads, H))
     for i, (n, keys) in enumerate(rows):
         for j in range(n):
-            expected[starts[i] + j] = _attend(case, q[starts[i] + j], pages, table[i], keys - n + j)
+            token = starts[i] + j
+            expected[token] = _attend(case, q[token], pages, table[i], keys - n + j, sinks)
     return np.asarray(out[:total], np.float64), expected
 
 
-def _attend(case: Case, q, pages, table, position: int) -> np.ndarray:
+def _attend(case: Case, q, pages, table, position: int, sinks) -> np.ndarray:
     window = case.sliding_window or position + 1
     s = np.arange(max(0, position - window + 1), position + 1)
     kv = pages[:, table[s // case.page_size], :, s % case.page_size].astype(np.float64)
@@ -95,8 +99,11 @@ def _attend(case: Case, q, pages, table, position: int) -> np.ndarray:
         scores = keys[:, head // group] @ q[head].astype(np.float64) * case.head_dim**-0.5
         if case.logit_softcap is not None:
             scores = case.logit_softcap * np.tanh(scores / case.logit_softcap)
+        if sinks is not None:
+            scores = np.append(scores, sinks[head])
         weights = np.exp(scores - scores.max())
-        out[head] = weights / weights.sum() @ values[:, head // group]
+        weights = (weights / weights.sum())[: len(s)]
+        out[head] = weights @ values[:, head // group]
     return out
 
 
@@ -144,6 +151,14 @@ def test_head_shapes(impl: str, heads: int, kv_heads: int, head_dim: int) -> Non
 @pytest.mark.parametrize("window", [None, 20])
 def test_softcap(impl: str, window: int | None) -> None:
     case = Case(((1, 300), (40, 90)), logit_softcap=2.0, sliding_window=window)
+    out, expected = run_case(case, impl)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_take_their_share(impl: str, window: int | None) -> None:
+    case = Case(((1, 300), (1, 1), (40, 90)), sinks=True, sliding_window=window)
     out, expected = run_case(case, impl)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
