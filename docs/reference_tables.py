@@ -95,6 +95,25 @@ def http() -> str:
     )
 
 
+def models() -> str:
+    """Return the supported families."""
+    from checkpoints.gguf_architectures import ARCHITECTURES
+    from jaxinfer.models import supported_families
+
+    # GGUF calls Mistral a llama.
+    in_gguf = {row.class_name for row in ARCHITECTURES.values()} | {"MistralForCausalLM"}
+    rows = [
+        (
+            family.name,
+            ", ".join(f"`{name}`" for name in family.architectures),
+            ", ".join(family.examples),
+            "safetensors, GGUF" if in_gguf & set(family.architectures) else "safetensors",
+        )
+        for family in supported_families()
+    ]
+    return _table(("family", "`architectures` in config.json", "known models", "formats"), rows)
+
+
 # What `SamplingParams` does not know, or what HTTP spells differently.
 HTTP_FIELDS = {
     "model": "The name under `/v1/models`; may be left out.",
@@ -125,6 +144,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sampling": sampling,
     "cli": cli,
     "http": http,
+    "models": models,
 }
 
 

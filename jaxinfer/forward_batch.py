@@ -25,7 +25,7 @@ class ForwardBatch:
     Attributes:
         token_ids: int32 [T]; 0 where `pending_rows` says that the device knows better.
         pending_rows: int32 [T]; row of the previous step's sampled tokens, -1 for none.
-        positions: int32 [T].
+        positions: int32 [T]; -1 for padding.
         slot_mapping: int32 [T]; page * page_size + offset, outside the pool for padding.
         sample_tokens: int32 [B]; index of the token whose hidden state is sampled from, by
             sampling row.
@@ -90,6 +90,7 @@ class BatchLayout:
         packed = np.zeros(self.size, np.int32)
         views = self._views(packed)
         views["pending_rows"][:] = -1
+        views["positions"][:] = -1
         views["slot_mapping"][:] = self.num_slots
         token, num_sampling = 0, 0
         for i, row in enumerate(plan.rows):

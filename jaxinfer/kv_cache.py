@@ -23,7 +23,7 @@ class KVCache:
 
     Attributes:
         keys: L arrays [num_pages, K, page_size, H].
-        values: The same.
+        values: The same; none where keys are the values too.
         token_ids: int32 [num_pages, page_size]. What each slot holds; lets the sampler look up a
             sequence's history without shipping it from the host.
     """
@@ -51,6 +51,7 @@ class CacheShape:
         head_dim: H.
         page_size: Tokens per page.
         dtype: Of keys and values.
+        has_values: False where keys are the values too (latent attention).
     """
 
     num_layers: int
@@ -58,11 +59,12 @@ class CacheShape:
     head_dim: int
     page_size: int
     dtype: Any
+    has_values: bool = True
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, token ids included."""
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        per_token = (1 + self.has_values) * self.num_layers * self.num_kv_heads * self.head_dim
         return self.page_size * (per_token * jnp.dtype(self.dtype).itemsize + 4)
 
 
@@ -77,7 +79,7 @@ def make_cache(shape: CacheShape, num_pages: int, shardings: tuple[Any, Any]) ->
         )
 
     ids = jnp.zeros((num_pages, shape.page_size), jnp.int32, device=ids_sharding)
-    return KVCache(keys=pages(), values=pages(), token_ids=ids)
+    return KVCache(keys=pages(), values=pages() if shape.has_values else (), token_ids=ids)
 
 
 def write_token_ids(
@@ -113,21 +115,26 @@ class PagedAttend:
         layer: int,
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
+        v: Float[Array, "T K H"] | None,
         *,
         scale: float,
         sliding_window: int | None,
+        logit_softcap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "T N H"]:
         pages, offsets = self._slots
         # Padding tokens carry a slot behind the last page, which "drop" ignores.
         self._keys[layer] = self._keys[layer].at[pages, :, offsets].set(k, mode="drop")
-        self._values[layer] = self._values[layer].at[pages, :, offsets].set(v, mode="drop")
+        if v is not None:
+            self._values[layer] = self._values[layer].at[pages, :, offsets].set(v, mode="drop")
         return paged_attention(
             q,
             self._keys[layer],
-            self._values[layer],
+            self._keys[layer] if v is None else self._values[layer],
             self._batch,
             scale=scale,
             sliding_window=sliding_window,
+            logit_softcap=logit_softcap,
+            sinks=sinks,
             impl=self._impl,
         )

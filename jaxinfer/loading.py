@@ -69,6 +69,8 @@ def load(config: EngineConfig, progress: bool = True) -> LoadedModel:
     check_divisible(model_config, config.tensor_parallel_size)
     mesh = make_mesh(config.tensor_parallel_size)
     config = resolve(config, model_config)
+    assert config.max_model_len, "the config is resolved"
+    model_config = model_config.for_length(config.max_model_len)
     tokenizer = tokenizer_of(ModelSource.open(config.tokenizer) if config.tokenizer else source)
     with _progress(progress) as stage:
         model, parameters = load_model(

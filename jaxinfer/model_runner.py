@@ -91,6 +91,7 @@ class ModelRunner:
             head_dim=model_config.head_dim,
             page_size=config.page_size,
             dtype=config.dtype,
+            has_values=model_config.latent is None,
         )
         pages = logical(mesh, None, "kv_heads", None, None)
         self._cache = make_cache(shape, config.num_pages, (pages, self._whole))

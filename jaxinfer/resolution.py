@@ -35,6 +35,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         head_dim=model_config.head_dim,
         page_size=config.page_size,
         dtype=dtype,
+        has_values=model_config.latent is None,
     )
     longest = model_config.max_position_embeddings
     if config.max_model_len and config.max_model_len > longest:

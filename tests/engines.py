@@ -10,13 +10,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxinfer.batch import ScheduledRow, StepPlan
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.model_runner import ModelRunner
 from jaxinfer.model_source import ModelSource, load_model
-from jaxinfer.models import family_of
+from jaxinfer.models import Transformer, family_of
 from jaxinfer.request import Request, TokenOutput
 from jaxinfer.resolution import resolve, runner_config
 from jaxinfer.sampling_params import SamplingParams
@@ -24,6 +25,7 @@ from jaxinfer.sharding import make_mesh
 from jaxinfer.step_programs import RunnerConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "models"
+FAMILIES = Path(__file__).parent / "golden" / "families"
 
 SMALL = {
     "max_model_len": 256,
@@ -47,10 +49,26 @@ class Work:
     cache_salt: str = ""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FewBuckets(RunnerConfig):
+    """Shapes of as few programs as a test needs."""
+
+    sizes: tuple[int, ...]
+
+    @property
+    def token_buckets(self) -> tuple[int, ...]:
+        return self.sizes
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        return (self.max_num_seqs,)
+
+
 @functools.cache
 def loaded(name: str, dtype: str = "float32"):
     """Return a golden checkpoint's source, config, abstract model and parameters."""
-    source = ModelSource.open(str(GOLDEN / name))
+    folder = GOLDEN if (GOLDEN / name).exists() else FAMILIES
+    source = ModelSource.open(str(folder / name))
     config = family_of(source.config).config(source.config)
     model, parameters = load_model(source, config, make_mesh(), jnp.dtype(dtype))
     return source, config, model, parameters
@@ -59,19 +77,29 @@ def loaded(name: str, dtype: str = "float32"):
 @functools.cache
 def _runner(name: str, config: RunnerConfig) -> ModelRunner:
     _, model_config, model, parameters = loaded(name, jnp.dtype(config.dtype).name)
+    settled = model_config.for_length(config.max_model_len)
+    if settled != model_config:
+        model = nnx.eval_shape(lambda: Transformer(settled, config.dtype))
     return ModelRunner(model_config, model, parameters, make_mesh(), config)
 
 
-def make_engine(name: str, **settings) -> Engine:
+def make_engine(name: str, buckets: tuple[int, ...] = (), **settings) -> Engine:
     """Return a fresh engine; those of equal shapes share a runner, and so its programs.
 
-    Their pages then hold what an earlier engine left there, as in a long-running server.
+    Their pages then hold what an earlier engine left there, as in a long-running server. With
+    `buckets` of tokens there are these programs and no other, whatever the settings say of budgets
+    and pages: for where many models are compiled.
     """
     _, model_config, _, _ = loaded(name)
     config = resolve(EngineConfig(**{**SMALL, "warmup": False, **settings}), model_config)
+    shapes = runner_config(config)
+    if buckets:
+        fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
+        fields |= {"max_num_batched_tokens": max(buckets), "num_pages": SMALL["num_pages"]}
+        shapes = FewBuckets(**fields, sizes=buckets)
     return Engine(
         config,
-        _runner(name, runner_config(config)),
+        _runner(name, shapes),
         vocab_size=model_config.vocab_size,
         eos_token_ids=frozenset({2}),
     )
@@ -108,6 +136,16 @@ def run_alone(engine: Engine, work: Mapping[str, Work]) -> dict[str, list[int]]:
 
 def logits_of(engine: Engine, token_ids: np.ndarray, chunk: int) -> np.ndarray:
     """Return float32 [T, V]: the logits at every position, computed `chunk` tokens a step."""
+    return head_of(engine, hidden_of(engine, token_ids, chunk))
+
+
+def head_of(engine: Engine, hidden: np.ndarray) -> np.ndarray:
+    """Return the logits [T, V] of hidden states [T, D]; compiled on each call."""
+    return jax.device_get(engine.runner.programs.logits(hidden))
+
+
+def hidden_of(engine: Engine, token_ids: np.ndarray, chunk: int) -> np.ndarray:
+    """Return [T, D]: what goes to the head, at every position, computed `chunk` tokens a step."""
     runner: ModelRunner = engine.runner
     request = Request(
         request_id="logits",
@@ -126,4 +164,4 @@ def logits_of(engine: Engine, token_ids: np.ndarray, chunk: int) -> np.ndarray:
         )
         parts.append(jax.device_get(runner.forward(StepPlan(rows=(row,))).tokens)[:n])
     pool.free(request.page_ids)
-    return jax.device_get(runner.programs.logits(np.concatenate(parts)))
+    return np.concatenate(parts)

@@ -1,13 +1,18 @@
 """The models: one decoder, described by a `ModelConfig`; a family is data that produces one."""
 
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.family import Family, Weight
+from jaxinfer.models.hf_config import decoder_config
 from jaxinfer.models.registry import family_of, register_family, supported_families
 from jaxinfer.models.transformer import Transformer
 from jaxinfer.models.weights import flat_parameters, load_weights
 
 __all__ = [
+    "Family",
     "ModelConfig",
     "Transformer",
+    "Weight",
+    "decoder_config",
     "family_of",
     "flat_parameters",
     "load_weights",

@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxinfer.errors import ModelError
+from jaxinfer.nn.latent_attention import LatentConfig
 from jaxinfer.nn.mlp import ACTIVATIONS
-from jaxinfer.nn.rope import ROPE_TYPES, RopeScaling
+from jaxinfer.nn.moe import MoEConfig
+from jaxinfer.nn.norm import NormConfig
+from jaxinfer.nn.rope_scaling import RopeConfig
+
+QK_NORMS = (None, "shared", "per_head", "across_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and switches of a decoder. Names are the HF config's; hashable, static under jit.
+    """Sizes and switches of a decoder. Hashable, static under jit.
 
     Attributes:
-        sliding_windows: Per layer, the keys a token sees (itself included), None for all.
+        max_position_embeddings: The longest context that the model was made for.
+        tie_word_embeddings: The head is the embedding.
+        learned_positions: Positions are a table that is added to the embedding (GPT-2).
+        ropes: Per layer, its rotary positions; None for a layer without. Empty: no layer has any.
+        sliding_windows: Per layer, the keys a token sees (itself included), None for all. Empty:
+            no layer has one.
         attention_bias: Biases of the query, key and value projections.
         attention_output_bias: Bias of the attention output projection.
-        max_position_embeddings: The longest context that the model was made for.
+        attention_scale: Multiplies the scores; None for `head_dim ** -0.5`.
+        attention_softcap: Scores become `cap * tanh(score / cap)`.
+        latent: Attention is to latents of these sizes (DeepSeek); it has one KV head, of
+            `latent.cached_dim` dimensions, whose values are not stored.
+        attention_sinks: Each head has a learned score that nothing is behind (GPT-OSS).
+        qk_norm: Norms of queries and keys before they are rotated. "shared": each head alone, all
+            with the same scale; "per_head": each with its own; "across_heads": all heads as one
+            vector.
+        hidden_act: A key of `jaxinfer.nn.mlp.ACTIVATIONS`.
+        gated_mlp: `act(gate) * up` instead of `act(up)`.
+        mlp_bias: Biases of the feed-forward projections.
+        moe: The experts of routed layers; `intermediate_size` is that of the others.
+        moe_layers: Per layer, whether it is routed. Empty: all are, if there is `moe`.
+        norm: Of the residual stream, and of queries and keys.
+        pre_norm: Attention and feed-forward read a norm of the stream.
+        post_norm: What they return is normed before it is added.
+        parallel_block: The feed-forward reads the stream as attention does, not what attention
+            made of it.
+        shared_norm: In a parallel block, the feed-forward reads the attention's norm.
+        embedding_multiplier: Of the embedding.
+        residual_multiplier: Of what attention and feed-forward add.
+        logit_multiplier: Of the logits.
+        logit_softcap: Logits become `cap * tanh(logit / cap)`.
     """
 
     vocab_size: int
@@ -30,86 +61,81 @@ class ModelConfig:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
-    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    learned_positions: bool = False
+    ropes: tuple[RopeConfig | None, ...] = ()
+    sliding_windows: tuple[int | None, ...] = ()
     attention_bias: bool = False
     attention_output_bias: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    latent: LatentConfig | None = None
+    attention_sinks: bool = False
+    qk_norm: str | None = None
+    hidden_act: str = "silu"
+    gated_mlp: bool = True
     mlp_bias: bool = False
-    tie_word_embeddings: bool = False
-    sliding_windows: tuple[int | None, ...] = ()
+    moe: MoEConfig | None = None
+    moe_layers: tuple[bool, ...] = ()
+    norm: NormConfig = field(default_factory=NormConfig)
+    pre_norm: bool = True
+    post_norm: bool = False
+    parallel_block: bool = False
+    shared_norm: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_act not in ACTIVATIONS:
             raise ModelError(
                 f"hidden_act {self.hidden_act!r} is not supported; known: {', '.join(ACTIVATIONS)}"
             )
+        if self.qk_norm not in QK_NORMS:
+            raise ModelError(f"qk_norm must be one of {QK_NORMS}, got {self.qk_norm!r}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ModelError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.head_dim % 2:
-            raise ModelError(f"head_dim must be even to be rotated, got {self.head_dim}")
-        scaling = self.rope_scaling
-        if scaling.factors and len(scaling.factors) != self.head_dim // 2:
+        for name in ("ropes", "sliding_windows", "moe_layers"):
+            if len(getattr(self, name)) not in (0, self.num_hidden_layers):
+                raise ModelError(
+                    f"{name}: expected one for each of {self.num_hidden_layers} layers, "
+                    f"got {len(getattr(self, name))}"
+                )
+        for rope in {rope for rope in self.ropes if rope is not None}:
+            self._check_rope(rope)
+
+    def _check_rope(self, rope: RopeConfig) -> None:
+        dim = rope.rotary_dim
+        if dim % 2 or not 0 < dim <= self.head_dim:
             raise ModelError(
-                f"rope factors: expected {self.head_dim // 2} for head_dim {self.head_dim}, "
-                f"got {len(scaling.factors)}"
+                f"an even number of a head's {self.head_dim} dimensions must be rotated, got {dim}"
             )
+        scaling = rope.scaling
+        for name in ("factors", "short_factor", "long_factor"):
+            factors = getattr(scaling, name)
+            if factors and len(factors) != dim // 2:
+                raise ModelError(
+                    f"rope {name}: expected {dim // 2} for {dim} rotated dimensions, "
+                    f"got {len(factors)}"
+                )
+
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """The rotary positions of a layer, None for none."""
+        return self.ropes[layer] if self.ropes else None
 
     def window_of(self, layer: int) -> int | None:
         """The sliding window of a layer, None for full attention."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
+    def is_routed(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])
 
-def require(hf: Mapping[str, Any], *names: str) -> tuple[Any, ...]:
-    """Return the named config values; all that are missing are reported at once."""
-    missing = [name for name in names if hf.get(name) is None]
-    if missing:
-        raise ModelError(f"config.json lacks {', '.join(missing)}")
-    return tuple(hf[name] for name in names)
-
-
-def refuse_unsupported(hf: Mapping[str, Any]) -> None:
-    """Raise for settings that change the arithmetic and that no family here implements."""
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"quantization_config: method {method!r} is not supported; use an unquantized or GGUF "
-            "version of the model"
-        )
-
-
-def rope_from_hf(
-    hf: Mapping[str, Any], default_theta: float = 10000.0
-) -> tuple[float, RopeScaling]:
-    """Read base and scaling from either spelling: `rope_theta` + `rope_scaling`, `rope_parameters`.
-
-    Raises:
-        ModelError: The scaling's type is unknown, or it lacks a value.
-    """
-    settings = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = settings.pop("rope_theta", None) or hf.get("rope_theta") or default_theta
-    rope_type = settings.pop("rope_type", None) or settings.pop("type", None) or "default"
-    settings.pop("type", None)
-    if rope_type not in ROPE_TYPES:
-        raise ModelError(
-            f"rope type {rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}"
-        )
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": (
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "original_max_position_embeddings",
-        ),
-        "explicit_factors": ("factors",),
-    }[rope_type]
-    values = dict(zip(needed, require(settings, *needed), strict=True))
-    if "factors" in values:
-        values["factors"] = tuple(float(x) for x in values["factors"])
-    return float(theta), RopeScaling(rope_type=rope_type, **values)
+    def for_length(self, max_model_len: int) -> ModelConfig:
+        """The same model, settled to serve sequences of up to this length."""
+        ropes = tuple(rope and rope.for_length(max_model_len) for rope in self.ropes)
+        return dataclasses.replace(self, ropes=ropes)

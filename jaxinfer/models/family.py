@@ -20,6 +20,12 @@ def only(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
     return part
 
 
+def transposed(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
+    """Of a layer that stores [in, out], as GPT-2's do."""
+    (part,) = parts
+    return part.T
+
+
 def stack(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
     """Equal tensors on a new first axis: gate and up become [2, F, ...]."""
     return xp.stack(parts)
@@ -34,16 +40,31 @@ def group_heads(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> An
     return xp.concatenate([p.reshape(K, -1, H, *p.shape[1:]) for p in parts], axis=1)
 
 
+def split_heads(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
+    """One tensor of all query rows, then all key rows, then all value rows: as `group_heads`."""
+    (fused,) = parts
+    N, K, H = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    return group_heads(xp, xp.split(fused, [N * H, (N + K) * H]), config)
+
+
+def split_halves(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
+    """One tensor of all gate rows, then all up rows: as `stack`."""
+    (fused,) = parts
+    return fused.reshape(2, -1, *fused.shape[1:])
+
+
 @dataclass(frozen=True)
 class Weight:
     """Where one parameter's values come from.
 
     Attributes:
         target: Path of the parameter in the model, `{i}` for the layer.
-        sources: HF tensor names.
+        sources: HF tensor names, `{i}` for the layer. One with `{head}`, `{kv_head}` or `{expert}`
+            stands for as many as there are.
         join: Makes one array of them.
         input_major: HF stores projections [out, in], we store [in, out]: move the last axis first.
         when: The parameter exists only if this holds of the config.
+        in_layer: And only in the layers of which this holds.
     """
 
     target: str
@@ -51,11 +72,61 @@ class Weight:
     join: Join = only
     input_major: bool = False
     when: Callable[[ModelConfig], bool] = lambda _: True
+    in_layer: Callable[[ModelConfig, int], bool] = lambda config, layer: True
 
     def assemble(self, xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
         """Return the parameter's values from those of `sources`."""
         joined = self.join(xp, parts, config)
         return xp.moveaxis(joined, -1, 0) if self.input_major else joined
+
+
+def projection(
+    target: str,
+    *stems: str,
+    join: Join = only,
+    bias: Callable[[ModelConfig], bool] = lambda _: False,
+    when: Callable[[ModelConfig], bool] = lambda _: True,
+    in_layer: Callable[[ModelConfig, int], bool] = lambda config, layer: True,
+) -> tuple[Weight, ...]:
+    """A `Linear`, of HF modules named `stems`: its kernel and, if the config says so, its bias."""
+    kernels, biases = (tuple(f"{stem}.{x}" for stem in stems) for x in ("weight", "bias"))
+    return (
+        Weight(f"{target}.kernel", kernels, join, input_major=True, when=when, in_layer=in_layer),
+        Weight(
+            f"{target}.bias", biases, join, when=lambda c: when(c) and bias(c), in_layer=in_layer
+        ),
+    )
+
+
+def norm(
+    target: str, stem: str, when: Callable[[ModelConfig], bool] = lambda _: True
+) -> tuple[Weight, ...]:
+    """A `Norm`, of the HF module `stem`: its scale and, if the config says so, its bias."""
+    return (
+        Weight(f"{target}.scale", (f"{stem}.weight",), when=when),
+        Weight(f"{target}.bias", (f"{stem}.bias",), when=lambda c: when(c) and c.norm.bias),
+    )
+
+
+def experts(stem: str, *, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+    """The experts of a `MoE`, each with HF modules of its own; `stem` has `{expert}`."""
+    routed = ModelConfig.is_routed
+    sources = (f"{stem}{gate}.weight", f"{stem}{up}.weight")
+    return (
+        Weight("layers.{i}.mlp.gate_up", sources, _stack_gate_up, in_layer=routed),
+        Weight("layers.{i}.mlp.down", (f"{stem}{down}.weight",), _stack_down, in_layer=routed),
+    )
+
+
+def _stack_gate_up(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
+    """All gates [F, D], then all ups: [E, D, 2, F]."""
+    stacked = xp.stack(parts)
+    return xp.moveaxis(stacked.reshape(2, -1, *stacked.shape[1:]), (0, 3), (2, 1))
+
+
+def _stack_down(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
+    """All downs [D, F]: [E, F, D]."""
+    return xp.moveaxis(xp.stack(parts), 2, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +140,7 @@ class Family:
         config: HF config → `ModelConfig`; raises `ModelError` for what it cannot honour.
         weights: One entry per parameter.
         ignored: Suffixes of tensors that may be present and carry nothing.
+        optional_prefix: What some checkpoints put before every tensor's name.
         examples: Checkpoints that people know, for the table of `jaxinfer models`.
     """
 
@@ -78,4 +150,5 @@ class Family:
     config: Callable[[Mapping[str, Any]], ModelConfig]
     weights: tuple[Weight, ...]
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    optional_prefix: str = ""
     examples: tuple[str, ...] = ()

@@ -33,6 +33,23 @@ class TensorSource(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
+class _WithoutPrefix:
+    """A source whose names may or may not carry a prefix, as one whose names do not."""
+
+    def __init__(self, source: TensorSource, prefix: str):
+        self._source = source
+        self._full_names = {name.removeprefix(prefix): name for name in source.names()}
+
+    def names(self) -> list[str]:
+        return list(self._full_names)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._source.info(self._full_names[name])
+
+    def read(self, name: str) -> np.ndarray:
+        return self._source.read(self._full_names[name])
+
+
 @dataclass(frozen=True)
 class _Filling:
     """One parameter and the tensors that fill it."""
@@ -90,6 +107,8 @@ def load_weights(
     Raises:
         ModelError: Tensors are missing, unexpected or misshapen; all are listed.
     """
+    if family.optional_prefix:
+        source = _WithoutPrefix(source, family.optional_prefix)
     parameters = flat_parameters(state)
     fillings = _fillings(family, config)
     _check(source, family, config, parameters, fillings)
@@ -108,20 +127,33 @@ def _fillings(family: Family, config: ModelConfig) -> dict[str, _Filling]:
     fillings = {}
     for weight in family.weights:
         if weight.when(config):
-            for filling in _expand(weight, config.num_hidden_layers):
+            for filling in _expand(weight, config):
                 fillings[filling.path] = filling
     return fillings
 
 
-def _expand(weight: Weight, num_layers: int) -> list[_Filling]:
+def _expand(weight: Weight, config: ModelConfig) -> list[_Filling]:
+    counts = {
+        "{head}": config.num_attention_heads,
+        "{kv_head}": config.num_key_value_heads,
+        "{expert}": config.moe.num_experts if config.moe else 0,
+    }
+    sources = list(weight.sources)
+    for mark, count in counts.items():
+        sources = [
+            source.replace(mark, str(n))
+            for source in sources
+            for n in range(count if mark in source else 1)
+        ]
     per_layer = "{i}" in weight.target
     return [
         _Filling(
             weight.target.replace("{i}", str(i)),
-            tuple(source.replace("{i}", str(i)) for source in weight.sources),
+            tuple(source.replace("{i}", str(i)) for source in sources),
             weight,
         )
-        for i in range(num_layers if per_layer else 1)
+        for i in range(config.num_hidden_layers if per_layer else 1)
+        if not per_layer or weight.in_layer(config, i)
     ]
 
 

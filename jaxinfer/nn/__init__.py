@@ -2,9 +2,28 @@
 
 from jaxinfer.nn.attention import Attention
 from jaxinfer.nn.embedding import Embedding
+from jaxinfer.nn.latent_attention import LatentAttention, LatentConfig
 from jaxinfer.nn.linear import Linear
-from jaxinfer.nn.mlp import MLP
-from jaxinfer.nn.norm import RMSNorm
+from jaxinfer.nn.mlp import GatedMLP, PlainMLP
+from jaxinfer.nn.moe import MoE, MoEConfig
+from jaxinfer.nn.norm import Norm, NormConfig
 from jaxinfer.nn.rope import RopeTable, apply_rope
+from jaxinfer.nn.rope_scaling import RopeConfig, RopeScaling
 
-__all__ = ["MLP", "Attention", "Embedding", "Linear", "RMSNorm", "RopeTable", "apply_rope"]
+__all__ = [
+    "Attention",
+    "Embedding",
+    "GatedMLP",
+    "LatentAttention",
+    "LatentConfig",
+    "Linear",
+    "MoE",
+    "MoEConfig",
+    "Norm",
+    "NormConfig",
+    "PlainMLP",
+    "RopeConfig",
+    "RopeScaling",
+    "RopeTable",
+    "apply_rope",
+]

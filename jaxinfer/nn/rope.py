@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv:2104.09864) and its scalings."""
+"""Rotary position embedding (arXiv:2104.09864): phases of a step's positions, and the rotation."""
 
 from __future__ import annotations
 
@@ -7,83 +7,65 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from jaxinfer.nn.rope_scaling import RopeConfig
 from pallas_kernels.shapes import Array, Float, Int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How a model stretches its rotary frequencies. Names are the HF config's.
-
-    Attributes:
-        rope_type: "default", "linear", "llama3" or "explicit_factors".
-        factor: Stretch of the context ("linear", "llama3").
-        low_freq_factor: Wavelengths above `original / low_freq_factor` are stretched ("llama3").
-        high_freq_factor: Wavelengths below `original / high_freq_factor` are kept ("llama3").
-        original_max_position_embeddings: Context length of the pre-training ("llama3").
-        factors: One divisor per frequency, as GGUF stores them ("explicit_factors").
-    """
-
-    rope_type: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-    factors: tuple[float, ...] = ()
-
-
-ROPE_TYPES = ("default", "linear", "llama3", "explicit_factors")
-
-
-def inverse_frequencies(head_dim: int, rope_theta: float, scaling: RopeScaling) -> np.ndarray:
-    """Return float64 [H / 2]: radians per position of each rotated pair."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    inv_freq = rope_theta**-exponents
-    match scaling.rope_type:
-        case "default":
-            return inv_freq
-        case "linear":
-            return inv_freq / scaling.factor
-        case "explicit_factors":
-            return inv_freq / np.asarray(scaling.factors, np.float64)
-        case "llama3":
-            return _llama3(inv_freq, scaling)
-    raise NotImplementedError(f"rope_type {scaling.rope_type!r} is not one of {ROPE_TYPES}")
-
-
-def _llama3(inv_freq: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Llama 3.1's rule: keep short wavelengths, stretch long ones, blend between."""
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
-    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)  # 1 keeps, 0 stretches
-    return inv_freq * (blend + (1 - blend) / scaling.factor)
 
 
 @dataclass(frozen=True)
 class RopeTable:
-    """Cosines and sines of a step's positions, shared by all layers.
+    """Cosines and sines of a step's positions, shared by all layers with the same `RopeConfig`.
 
     Attributes:
-        cos: float32 [T, 1, H / 2].
-        sin: float32 [T, 1, H / 2].
+        cos: float32 [T, 1, rotary_dim / 2].
+        sin: float32 [T, 1, rotary_dim / 2].
+        interleaved: Which dimensions make a pair, see `RopeConfig`.
     """
 
     cos: Array
     sin: Array
+    interleaved: bool = False
 
     @classmethod
-    def at(cls, positions: Int[Array, " T"], inv_freq: np.ndarray) -> RopeTable:
-        """Phases are float32: bfloat16 rounds position 257 to 256, and is useless beyond that."""
-        frequencies = jnp.asarray(inv_freq, jnp.float32)[None, :]
-        phases = positions.astype(jnp.float32)[:, None] * frequencies  # [T, H / 2]
-        return cls(jnp.cos(phases)[:, None, :], jnp.sin(phases)[:, None, :])
+    def at(cls, positions: Int[Array, " T"], rope: RopeConfig) -> RopeTable:
+        """Return the table of these positions."""
+        phases = phases_at(positions, rope.inverse_frequencies())[:, None, :]
+        factor = rope.attention_factor
+        return cls(jnp.cos(phases) * factor, jnp.sin(phases) * factor, rope.interleaved)
+
+
+def phases_at(positions: Int[Array, " T"], inv_freq: np.ndarray) -> Float[Array, "T F"]:
+    """Return float32 `positions * inv_freq`, less whole turns: within about pi of 0.
+
+    A float32 product is off by 0.008 rad at position 131,072, for want of mantissa. Here a turn is
+    2**32 units, and a uint32 product drops whole turns by overflowing, exactly. What the rounding
+    of the frequencies to units left over, a product of small numbers, is added in float32.
+    """
+    turns = inv_freq / (2 * math.pi)
+    units = np.round(turns * 2.0**32)
+    rest = (turns - units * 2.0**-32).astype(np.float32)
+    unsigned = jnp.asarray((units % 2.0**32).astype(np.uint32))
+    wrapped = positions.astype(jnp.uint32)[:, None] * unsigned[None, :]
+    fraction = lax.bitcast_convert_type(wrapped, jnp.int32).astype(jnp.float32) * 2.0**-32
+    fraction += positions.astype(jnp.float32)[:, None] * jnp.asarray(rest)[None, :]
+    return fraction * (2 * math.pi)
 
 
 def apply_rope(x: Float[Array, "T N H"], table: RopeTable) -> Float[Array, "T N H"]:
-    """Rotate each pair (x[i], x[i + H / 2]), HF's layout, by its phase; in float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """Rotate each pair of the first `rotary_dim` dimensions by its phase, in float32."""
+    rotary_dim = 2 * table.cos.shape[-1]
+    x32 = x[..., :rotary_dim].astype(jnp.float32)
+    if table.interleaved:
+        first, second = x32[..., 0::2], x32[..., 1::2]
+    else:
+        first, second = jnp.split(x32, 2, axis=-1)
     rotated = (
         first * table.cos - second * table.sin,
         second * table.cos + first * table.sin,
     )
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    if table.interleaved:
+        turned = jnp.stack(rotated, axis=-1).reshape(x32.shape)
+    else:
+        turned = jnp.concatenate(rotated, axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), x[..., rotary_dim:]], axis=-1)

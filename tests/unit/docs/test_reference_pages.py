@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.models import supported_families
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.protocol import ChatCompletionRequest, CompletionRequest
 
@@ -41,6 +42,13 @@ def test_every_field_is_documented(tables: ModuleType, table: str, names):
     assert [name for name in names if f"| `{name}` |" not in text] == []
 
 
+def test_every_family_is_documented(tables: ModuleType):
+    text = tables.TABLES["models"]()
+    for family in supported_families():
+        assert f"| {family.name} |" in text
+        assert all(example in text for example in family.examples)
+
+
 def test_every_command_is_documented(tables: ModuleType):
     text = tables.TABLES["cli"]()
     for command in ("serve", "generate", "chat", "convert", "models", "version"):
@@ -48,7 +56,7 @@ def test_every_command_is_documented(tables: ModuleType):
 
 
 def test_table_cells_hold_no_bare_bar(tables: ModuleType):
-    for name in ("config", "sampling", "http"):
+    for name in ("config", "sampling", "http", "models"):
         for line in tables.TABLES[name]().splitlines():
             if line.startswith("|"):
                 assert line.replace("\\|", "").count("|") in (3, 4, 5)
