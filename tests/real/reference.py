@@ -1,16 +1,26 @@
-"""Log-probabilities of a text through the public API, window by window."""
+"""What the reference says of the real models, and the same measure through the public API."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxinfer.llm import LLM
 from jaxinfer.sampling_params import SamplingParams
+from tests.engines import GOLDEN
 from tests.real.model import RealModel
 
 SCORE = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+
+def load_golden(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return the arrays of a golden of `tests/golden/real`, and its `meta`."""
+    with np.load(GOLDEN.parent / "real" / f"{name}.npz") as data:
+        arrays = dict(data)
+    return arrays, json.loads(str(arrays.pop("meta")))
 
 
 def text_logprobs(model: RealModel, pieces: Sequence[Sequence[int]]) -> np.ndarray:
