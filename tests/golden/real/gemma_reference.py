@@ -34,6 +34,7 @@ LAYER_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+SPACE = "\u2581"
 USER_DEFINED = 4  # token_type of pieces that are cut out of a text before any merge
 
 
@@ -91,16 +92,17 @@ class Vocabulary:
 
     def __init__(self, meta: dict[str, Any]):
         tokens = meta["tokenizer.ggml.tokens"]
-        kinds = meta["tokenizer.ggml.token_type"]
-        self._ids = {token: i for i, token in enumerate(tokens)}
+        # Pieces of spaces are stored as such, all others with SentencePiece's mark.
+        self._ids = {token.replace(" ", SPACE): i for i, token in enumerate(tokens)}
         self._scores = meta["tokenizer.ggml.scores"]
-        whole = [t for t, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
+        kinds = zip(self._ids, meta["tokenizer.ggml.token_type"], strict=True)
+        whole = [piece for piece, kind in kinds if kind == USER_DEFINED]
         whole.sort(key=len, reverse=True)
         self._whole = re.compile("(" + "|".join(map(re.escape, whole)) + ")")
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
-        for i, part in enumerate(self._whole.split(text.replace(" ", "\u2581"))):
+        for i, part in enumerate(self._whole.split(text.replace(" ", SPACE))):
             ids += [self._ids[part]] if i % 2 else self._merge(list(part))
         return ids
 

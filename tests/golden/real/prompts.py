@@ -12,7 +12,7 @@ PROMPTS = {
     "raw": "The three primary colors are",
     "code": "import math\n\nclass Circle:\n    def __init__(self, radius):\n",
     "unicode": "La città più grande d'Italia è Roma — 永遠の都. 🏛️ La sua storia",
-    "crossing": TEXT[:2200],
+    "crossing": TEXT[:2189],
     "long": TEXT[:3800],
 }
 
