@@ -82,24 +82,34 @@ needs_default_model = pytest.mark.skipif(
 def shared_model() -> Iterator[None]:
     """Makes every `LLM`, engine and server of this file use one loaded model, small and cold.
 
-    They use it one after the other, which is all that an engine asks of its callers, and none of
-    them closes it for the next.
+    Each gets an engine of its own, so that a page may talk to a server and use an `LLM` as well.
+    The engines share weights and pages, and are used one after the other; nothing is remembered in
+    the pages, or one would find what another has overwritten.
     """
     from jaxinfer import loading
     from jaxinfer.config import EngineConfig
+    from jaxinfer.engine import Engine
 
-    load = loading.load
-    model = load(EngineConfig(max_num_seqs=8, max_model_len=512, warmup=False), progress=False)
+    settings = EngineConfig(
+        max_num_seqs=8, max_model_len=512, warmup=False, enable_prefix_caching=False
+    )
+    model = loading.load(settings, progress=False)
+    first = model.engine
 
     def load_shared(config: EngineConfig, progress: bool = True):
         assert config.model is None, "the documentation runs on the default model"
-        return dataclasses.replace(model)
+        engine = Engine(
+            first.config,
+            first.runner,
+            vocab_size=first.vocab_size,
+            eos_token_ids=first.eos_token_ids,
+        )
+        return dataclasses.replace(model, engine=engine)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "load", load_shared)
-        patch.setattr(model.engine, "close", lambda: None)
         yield
-    model.engine.close()
+    first.close()
 
 
 @pytest.fixture
