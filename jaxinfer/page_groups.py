@@ -151,8 +151,8 @@ class PageGroups:
             if first > held.first:
                 pool.free(held.page_ids[held.first : first])
                 held.first = first
-        tables = [request.page_ids, *(held.page_ids for held in request.window_pages)]
         num_pages = self.full.num_pages_for(end)
+        tables = [request.page_ids, *(held.page_ids for held in request.window_pages)]
         missing = [max(num_pages - len(page_ids), 0) for page_ids in tables]
         if not self._can_allocate(missing):
             return False
