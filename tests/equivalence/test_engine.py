@@ -27,7 +27,7 @@ from tests.engines import (
     tokens_of,
 )
 
-MODELS = ("smollm2", "mistral", "llama3")
+MODELS = ("smollm2", "mistral", "llama3", "gemma3")
 
 
 def mixed_work(count: int, vocab_size: int = 320, longest: int = 120, seed: int = 0):
