@@ -36,7 +36,9 @@ def sizes(model, **settings):
     return config.num_pages, shapes.num_window_pages, size
 
 
-@pytest.mark.parametrize("model", [GEMMA_3_270M, ALL_WINDOWS, NO_WINDOWS], ids=["mixed", "all", "no"])
+@pytest.mark.parametrize(
+    "model", [GEMMA_3_270M, ALL_WINDOWS, NO_WINDOWS], ids=["mixed", "all", "no"]
+)
 @pytest.mark.parametrize("budget", [GIB // 2, GIB, 8 * GIB, 200 * GIB])
 def test_pages_use_the_memory_and_no_more(model, budget):
     whole, windows, size = sizes(model, kv_cache_memory_bytes=budget)

@@ -192,7 +192,9 @@ def peak_bytes(layers, num_tokens, chunk=512, page_size=16):
         count = len(plan.sampling_rows)
         scheduler.update(
             plan,
-            StepResult(token_ids=(5,) * count, corrupted=(False,) * count, logprobs=(None,) * count),
+            StepResult(
+                token_ids=(5,) * count, corrupted=(False,) * count, logprobs=(None,) * count
+            ),
         )
     return peak
 
