@@ -51,6 +51,8 @@ def check_divisible(config: ModelConfig, tensor_parallel_size: int) -> None:
         "intermediate_size": config.intermediate_size,
         "vocab_size": config.vocab_size,
     }
+    if config.moe is not None:
+        sizes["an expert's intermediate_size"] = config.moe.intermediate_size
     odd = [f"{name} ({size})" for name, size in sizes.items() if size % tensor_parallel_size]
     if odd:
         raise ConfigError(

@@ -162,5 +162,6 @@ DEEPSEEK_V3 = Family(
             in_layer=ModelConfig.is_routed,
         ),
     ),
+    drafts=True,
     examples=("DeepSeek-V3, V3.1 and R1, as bfloat16",),
 )

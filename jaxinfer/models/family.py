@@ -110,22 +110,19 @@ def norm(
 
 def experts(stem: str, *, gate: str, up: str, down: str) -> tuple[Weight, ...]:
     """The experts of a `MoE`, each with HF modules of its own; `stem` has `{expert}`."""
-    routed = ModelConfig.is_routed
-    sources = (f"{stem}{gate}.weight", f"{stem}{up}.weight")
-    return (
-        Weight("layers.{i}.mlp.gate_up", sources, _stack_gate_up, in_layer=routed),
-        Weight("layers.{i}.mlp.down", (f"{stem}{down}.weight",), _stack_down, in_layer=routed),
+    return tuple(
+        Weight(
+            f"layers.{{i}}.mlp.{target}",
+            (f"{stem}{source}.weight",),
+            _stack_experts,
+            in_layer=ModelConfig.is_routed,
+        )
+        for target, source in (("gate", gate), ("up", up), ("down", down))
     )
 
 
-def _stack_gate_up(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
-    """All gates [F, D], then all ups: [E, D, 2, F]."""
-    stacked = xp.stack(parts)
-    return xp.moveaxis(stacked.reshape(2, -1, *stacked.shape[1:]), (0, 3), (2, 1))
-
-
-def _stack_down(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
-    """All downs [D, F]: [E, F, D]."""
+def _stack_experts(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
+    """One [out, in] of each expert: [E, in, out]."""
     return xp.moveaxis(xp.stack(parts), 2, 1)
 
 
@@ -140,6 +137,7 @@ class Family:
         config: HF config → `ModelConfig`; raises `ModelError` for what it cannot honour.
         weights: One entry per parameter.
         ignored: Suffixes of tensors that may be present and carry nothing.
+        drafts: One more layer may be present, which is left out (multi-token prediction).
         optional_prefix: What some checkpoints put before every tensor's name.
         examples: Checkpoints that people know, for the table of `jaxinfer models`.
     """
@@ -150,5 +148,6 @@ class Family:
     config: Callable[[Mapping[str, Any]], ModelConfig]
     weights: tuple[Weight, ...]
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    drafts: bool = False
     optional_prefix: str = ""
     examples: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.models.config import ModelConfig
-from jaxinfer.models.family import Family, Weight, projection
+from jaxinfer.models.family import Family, Join, Weight, projection
 from jaxinfer.models.hf_config import (
     alternating_windows,
     decoder_config,
@@ -58,20 +58,18 @@ def _decoded(xp: ModuleType, parts: Sequence[Any]) -> Any:
     return (values * powers[..., None, None]).reshape(E, out, -1)
 
 
-def _gate_up(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
-    """Of [E, D, 2 F] or, in MXFP4, [E, 2 F, D], gate and up in turns: [E, D, 2, F]."""
-    rows = parts[0] if len(parts) == 1 else xp.moveaxis(_decoded(xp, parts), 1, 2)
-    E, D, _ = rows.shape
-    return xp.moveaxis(rows.reshape(E, D, -1, 2), 3, 2)
+def _columns(part: slice) -> Join:
+    """Some columns of [E, in, out], whichever way it is stored."""
+
+    def join(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
+        whole = parts[0] if len(parts) == 1 else xp.moveaxis(_decoded(xp, parts), 1, 2)
+        return whole[..., part]
+
+    return join
 
 
-def _down(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
-    return parts[0] if len(parts) == 1 else xp.moveaxis(_decoded(xp, parts), 1, 2)
-
-
-def _gate_up_bias(xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
-    (bias,) = parts
-    return xp.moveaxis(bias.reshape(bias.shape[0], -1, 2), 2, 1)
+# Gate and up stand in turns.
+_GATE, _UP, _ALL = slice(0, None, 2), slice(1, None, 2), slice(None)
 
 
 def _is_mxfp4(config: ModelConfig) -> bool:
@@ -82,11 +80,13 @@ _LAYER = "model.layers.{i}."
 _EXPERTS = _LAYER + "mlp.experts."
 
 
-def _matrices(target: str, name: str, join: Any) -> tuple[Weight, ...]:
-    packed = tuple(f"{_EXPERTS}{name}_{part}" for part in ("blocks", "scales"))
+def _expert_weights(target: str, name: str, part: slice) -> tuple[Weight, ...]:
+    target, name, join = f"layers.{{i}}.mlp.{target}", _EXPERTS + name, _columns(part)
+    packed = (f"{name}_blocks", f"{name}_scales")
     return (
         Weight(target, packed, join, when=_is_mxfp4),
-        Weight(target, (_EXPERTS + name,), join, when=lambda c: not _is_mxfp4(c)),
+        Weight(target, (name,), join, when=lambda c: not _is_mxfp4(c)),
+        Weight(f"{target}_bias", (f"{name}_bias",), join),
     )
 
 
@@ -102,10 +102,9 @@ GPT_OSS = Family(
         *PRE_NORMS,
         Weight("layers.{i}.attention.sinks", (_LAYER + "self_attn.sinks",)),
         *projection("layers.{i}.mlp.router", _LAYER + "mlp.router", bias=lambda _: True),
-        *_matrices("layers.{i}.mlp.gate_up", "gate_up_proj", _gate_up),
-        *_matrices("layers.{i}.mlp.down", "down_proj", _down),
-        Weight("layers.{i}.mlp.gate_up_bias", (_EXPERTS + "gate_up_proj_bias",), _gate_up_bias),
-        Weight("layers.{i}.mlp.down_bias", (_EXPERTS + "down_proj_bias",)),
+        *_expert_weights("gate", "gate_up_proj", _GATE),
+        *_expert_weights("up", "gate_up_proj", _UP),
+        *_expert_weights("down", "down_proj", _ALL),
     ),
     examples=("gpt-oss-20b", "gpt-oss-120b"),
 )

@@ -117,7 +117,8 @@ class LatentAttention(nnx.Module):
         if self.query_down is not None and self.query_norm is not None:
             compressed = self.query_norm(self.query_down(x))
         q = self.query(compressed)  # [T, N, nope + rope]
-        q_latent = _contract("TNp,NpR->TNR", q[..., :nope], self.key_up[...])
+        # No float32 result is asked for: XLA:CPU has no batched bfloat16 product that gives one.
+        q_latent = jnp.einsum("TNp,NpR->TNR", q[..., :nope], self.key_up[...])
         q = jnp.concatenate([q_latent, apply_rope(q[..., nope:], rope)], axis=-1)
 
         latent = self.latent(x)  # [T, R + rope]
@@ -125,9 +126,5 @@ class LatentAttention(nnx.Module):
         k = jnp.concatenate([self.latent_norm(latent[:, None, :R]), rotated], axis=-1)
 
         seen = attend(self.layer, q, k, None, scale=self.scale, sliding_window=None)
-        out = _contract("TNR,NvR->TNv", seen[..., :R], self.value_up[...])
+        out = jnp.einsum("TNR,NvR->TNv", seen[..., :R], self.value_up[...])
         return self.output(out.reshape(T, -1))
-
-
-def _contract(formula: str, x: Array, kernel: Array) -> Array:
-    return jnp.einsum(formula, x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)

@@ -67,10 +67,14 @@ class MoE(nnx.Module):
         self.router = Linear(
             hidden, (E,), dtype=dtype, axes=("embed", None), bias=config.router_bias
         )
-        self.gate_up = parameter((E, hidden, 2, F), dtype, (None, "embed", None, "mlp"))
-        self.down = parameter((E, F, hidden), dtype, (None, "mlp", "embed"))
+        # Gate and up apart: as one product, a shard of it would not hold matching halves.
+        wide, narrow = (None, "embed", "mlp"), (None, "mlp", "embed")
+        self.gate = parameter((E, hidden, F), dtype, wide)
+        self.up = parameter((E, hidden, F), dtype, wide)
+        self.down = parameter((E, F, hidden), dtype, narrow)
         bias = config.expert_bias
-        self.gate_up_bias = parameter((E, 2, F), dtype, (None, None, "mlp")) if bias else None
+        self.gate_bias = parameter((E, F), dtype, (None, "mlp")) if bias else None
+        self.up_bias = parameter((E, F), dtype, (None, "mlp")) if bias else None
         self.down_bias = parameter((E, hidden), dtype, (None, "embed")) if bias else None
         # float32 whatever the model is: it decides between scores that are close.
         self.correction_bias = (
@@ -105,17 +109,18 @@ class MoE(nnx.Module):
         self, x: Float[Array, "rows D"], experts: Int[Array, " rows"]
     ) -> Float[Array, "rows D"]:
         """Return float32; row i visits expert `experts[i]`, which is sorted."""
-        E, D, _, F = self.gate_up.shape
+        E = self.config.num_experts
         sizes = jnp.bincount(experts, length=E + 1)[:E].astype(jnp.int32)
-        hidden = grouped_matmul(x, self.gate_up[...].reshape(E, D, 2 * F), sizes)
-        hidden = hidden.reshape(-1, 2, F)
-        if self.gate_up_bias is not None:
-            hidden += _of_experts(self.gate_up_bias[...], experts)
-        hidden = self._activate(hidden[:, 0], hidden[:, 1]).astype(x.dtype)
-        out = grouped_matmul(hidden, self.down[...], sizes)
-        if self.down_bias is not None:
-            out += _of_experts(self.down_bias[...], experts)
-        return out
+
+        def project(x: Array, kernels: nnx.Param, bias: nnx.Param | None) -> Array:
+            out = grouped_matmul(x, kernels[...], sizes)
+            if bias is None:
+                return out
+            return out + bias[...].at[experts].get(mode="clip").astype(jnp.float32)
+
+        gate = project(x, self.gate, self.gate_bias)
+        up = project(x, self.up, self.up_bias)
+        return project(self._activate(gate, up).astype(x.dtype), self.down, self.down_bias)
 
     def _activate(self, gate: Float[Array, "rows F"], up: Float[Array, "rows F"]) -> Array:
         limit = self.config.swiglu_limit
@@ -159,7 +164,3 @@ def grouped_matmul(
     Rows behind the last group hold anything.
     """
     return lax.ragged_dot(x, kernels, sizes, preferred_element_type=jnp.float32)
-
-
-def _of_experts(bias: Float[Array, "E ..."], experts: Int[Array, " rows"]) -> Array:
-    return bias.at[experts].get(mode="clip").astype(jnp.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -26,8 +27,6 @@ from tests.engines import (
     run_tokens,
     tokens_of,
 )
-
-MODELS = ("smollm2", "mistral", "llama3", "gemma3")
 
 
 def mixed_work(count: int, vocab_size: int = 320, longest: int = 120, seed: int = 0):
@@ -54,12 +53,35 @@ def mixed_work(count: int, vocab_size: int = 320, longest: int = 120, seed: int 
     return work
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def reference(request: pytest.FixtureRequest):
-    """Return a model, 24 requests, and the tokens of each one alone on a plain, uncached engine."""
+@functools.cache
+def alone_tokens(model: str) -> tuple[dict[str, Work], dict[str, list[int]]]:
+    """Return 24 requests, and the tokens of each one alone on a plain, uncached engine."""
     work = mixed_work(24)
-    engine = make_engine(request.param, overlap=False, enable_prefix_caching=False)
-    return request.param, work, run_alone(engine, work)
+    engine = make_engine(model, overlap=False, enable_prefix_caching=False)
+    return work, run_alone(engine, work)
+
+
+@pytest.fixture
+def reference():
+    """Return a model for the whole matrix of settings, its requests and their tokens."""
+    return "smollm2", *alone_tokens("smollm2")
+
+
+@pytest.mark.parametrize("model", ["mistral", "gemma3", "llama3"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"overlap": False}, {"max_num_batched_tokens": 8}, {"num_pages": 36}],
+    ids=["batched", "plain", "chunked", "preempted"],
+)
+def test_windows_and_scaled_positions_keep_their_tokens_too(model: str, settings) -> None:
+    work, alone = alone_tokens(model)
+    engine = make_engine(model, **settings)
+    assert run_tokens(engine, work) == alone
+    assert (engine.stats.num_preemptions > 0) == ("num_pages" in settings)
+    hits = engine.stats.prefix_cache_hits
+    assert run_tokens(engine, work) == alone  # from the prefix cache
+    assert engine.stats.prefix_cache_hits > hits
+    assert engine.stats.num_pages_used == 0
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])

@@ -96,4 +96,5 @@ class RealModel:
 
 def _float32_constants(config: ModelConfig) -> ModelConfig:
     # A GGUF file holds 1e-5 in float32, a `config.json` in float64 or what came from a float32.
-    return dataclasses.replace(config, rms_norm_eps=float(np.float32(config.rms_norm_eps)))
+    eps = float(np.float32(config.norm.eps))
+    return dataclasses.replace(config, norm=dataclasses.replace(config.norm, eps=eps))

@@ -34,7 +34,7 @@ def short(real: RealModel) -> tuple[dict[str, Work], Tokens]:
 @pytest.fixture(scope="module")
 def growing(real: RealModel) -> tuple[dict[str, Work], Tokens]:
     """Return 12 requests that outgrow the pages they start with, and their tokens alone."""
-    work = mixed_work(real.tokenizer, count=12, prompt_lens=(8, 120), output_lens=(16, 48))
+    work = mixed_work(real.tokenizer, count=12, prompt_lens=(8, 100), output_lens=(14, 36))
     return work, tokens_alone(real, work)
 
 
@@ -99,7 +99,7 @@ def test_preempted_requests_resume_with_the_same_tokens(
         "overlap": OVERLAP[overlap],
         "max_num_batched_tokens": CHUNKS[chunk],
     }
-    # The longest of them needs 10.
+    # The longest of them needs 8.
     assert check(real, *growing, num_pages=14, **settings) > 0
 
 

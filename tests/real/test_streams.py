@@ -24,7 +24,7 @@ STATUS = Path("/proc/self/status")
 TIMEOUT_S = 600
 
 ROUND = 10
-WARM_ROUNDS, ROUNDS = 8, 10
+WARM_ROUNDS, ROUNDS = 5, 10
 
 # The allocator now and then keeps another 10 to 20 MB of a step's temporaries, when threads meet in
 # a way they had not met before; between such jumps nothing grows at all (measured over 800
@@ -52,7 +52,7 @@ def num_objects() -> dict[str, int]:
 
 async def leave(engine: AsyncEngine, number: int) -> None:
     """Read a stream for some tokens, or not at all, and close it."""
-    text = LONG_TEXT[number % 7 * 40 :][: 20 + number % 5 * 60]
+    text = LONG_TEXT[number % 7 * 40 :][: 20 + number % 5 * 30]
     params = SamplingParams(max_tokens=500, seed=number, ignore_eos=True, n=1 + number % 4 // 3)
     stream = engine.generate(text, params, f"stream-{number}", delta=True)
     async with aclosing(stream):

@@ -26,15 +26,15 @@ def moe() -> MoE:
 
 def by_tokens(moe: MoE, x: np.ndarray) -> np.ndarray:
     """Each token on its own, in float64."""
-    gate_up, down = (np.asarray(p[...], np.float64) for p in (moe.gate_up, moe.down))
+    gates, ups, downs = (np.asarray(p[...], np.float64) for p in (moe.gate, moe.up, moe.down))
     router = np.asarray(moe.router.kernel[...], np.float64)
     out = np.zeros_like(x, np.float64)
     for t, token in enumerate(x.astype(np.float64)):
         p = np.exp(token @ router)
         chosen = np.argsort(-p)[: CONFIG.num_experts_per_tok]
         for e in chosen:
-            gate, up = token @ gate_up[e, :, 0], token @ gate_up[e, :, 1]
-            out[t] += p[e] / p[chosen].sum() * ((gate / (1 + np.exp(-gate)) * up) @ down[e])
+            gate, up = token @ gates[e], token @ ups[e]
+            out[t] += p[e] / p[chosen].sum() * ((gate / (1 + np.exp(-gate)) * up) @ downs[e])
     return out
 
 
@@ -62,7 +62,7 @@ def test_padding_visits_no_expert(moe: MoE, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr("jaxinfer.nn.moe.grouped_matmul", counting)
     got = np.asarray(moe(jnp.asarray(padded), jnp.arange(32) < 16))
-    assert counted == [32, 32]  # 16 tokens, 2 experts each
+    assert counted == [32, 32, 32]  # 16 tokens, 2 experts each; gate, up, down
     np.testing.assert_allclose(got[:16], by_tokens(moe, x), rtol=1e-4, atol=1e-4)
     assert (got[16:] == 0).all()
 
