@@ -171,7 +171,7 @@ class PageGroups:
         request.num_hashed_pages = num_pages
 
     def release(self, request: Request) -> None:
-        """Free all that a request holds."""
+        """Free all that a request holds; one that waits holds nothing, in no group."""
         self.full.free(request.page_ids)
         for pool, held in zip(self.windows, request.window_pages, strict=False):
             pool.free(held.page_ids[held.first :])

@@ -33,6 +33,7 @@ SMALL = {
     "max_num_batched_tokens": 64,
     "page_size": 8,
     "num_pages": 256,
+    "num_window_pages": 256,
     "dtype": "float32",
 }
 """Settings under which a tiny model compiles in seconds."""

