@@ -96,7 +96,7 @@ def cache_shape(
     model_config: ModelConfig, windows: tuple[int, ...], page_size: int, dtype: Any
 ) -> CacheShape:
     """What a page of each group holds, if these windows have groups of their own."""
-    group_of = {window: i for i, window in enumerate(windows, start=1)}
+    group_of: dict[int | None, int] = {window: i for i, window in enumerate(windows, start=1)}
     layers = range(model_config.num_hidden_layers)
     return CacheShape(
         layer_groups=tuple(group_of.get(model_config.window_of(layer), 0) for layer in layers),
