@@ -24,6 +24,8 @@ class EngineConfig:
         max_num_batched_tokens: Most tokens in one step; longer prompts are computed in chunks.
         page_size: Tokens per page of KV memory, a power of two.
         num_pages: Pages of KV memory. None: from `kv_cache_memory_bytes`.
+        num_window_pages: Pages for the layers of each sliding window. None: what `max_num_seqs`
+            need, within half of the memory.
         kv_cache_memory_bytes: Memory for the pages. None: a share of what the device has free.
         enable_prefix_caching: Share the pages of equal prefixes.
         scheduling_policy: "fcfs", or "priority" (lower `priority` first, then arrival).
@@ -46,6 +48,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     page_size: int = 16
     num_pages: int | None = None
+    num_window_pages: int | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
@@ -71,6 +74,7 @@ class EngineConfig:
             "max_num_batched_tokens",
             "page_size",
             "num_pages",
+            "num_window_pages",
             "kv_cache_memory_bytes",
             "tensor_parallel_size",
             "max_waiting",

@@ -15,6 +15,7 @@ from jaxinfer.compilation import CompileGuard
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.metrics import EngineStats
+from jaxinfer.page_groups import WindowPool
 from jaxinfer.page_pool import PagePool
 from jaxinfer.request import FinishReason, Request, TokenOutput
 from jaxinfer.sampling_params import SamplingParams
@@ -26,6 +27,8 @@ class Runner[Hidden, InFlight](Protocol):
 
     @property
     def num_programs(self) -> int: ...
+    @property
+    def windows(self) -> tuple[int, ...]: ...
     def forward(self, plan: StepPlan) -> Hidden: ...
     def sample(self, plan: StepPlan, hidden: Hidden) -> InFlight: ...
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult: ...
@@ -61,6 +64,16 @@ class Engine:
         self.runner = runner
         self.scheduler = Scheduler(
             page_pool=PagePool(config.num_pages, config.page_size, config.enable_prefix_caching),
+            window_pools=[
+                WindowPool(
+                    config.num_window_pages or config.num_pages,
+                    config.page_size,
+                    config.enable_prefix_caching,
+                    window=window,
+                    max_num_batched_tokens=config.max_num_batched_tokens,
+                )
+                for window in runner.windows
+            ],
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
@@ -68,7 +81,7 @@ class Engine:
         )
         self._guard = CompileGuard()
         self._in_flight: tuple[StepPlan, object] | None = None
-        self._stats = EngineStats(num_pages=config.num_pages)
+        self._stats = EngineStats(num_pages=self.scheduler.pages.num_pages)
 
     def add_request(
         self,
@@ -172,12 +185,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
         scheduler, stats = self.scheduler, self._stats
-        pool = scheduler.page_pool
+        pages = scheduler.pages
         stats.num_requests_running = scheduler.num_running
         stats.num_requests_waiting = scheduler.num_waiting
-        stats.kv_cache_usage = pool.usage
-        stats.num_pages_used = pool.num_used
-        stats.num_pages_cached = pool.num_cached
+        stats.kv_cache_usage = pages.usage
+        stats.num_pages_used = pages.num_used
+        stats.num_pages_cached = pages.num_cached
         stats.num_preemptions = scheduler.num_preemptions
         stats.prefix_cache_queries = scheduler.num_prefix_queries
         stats.prefix_cache_hits = scheduler.num_prefix_hits

@@ -26,10 +26,11 @@ class ForwardBatch:
         token_ids: int32 [T]; 0 where `pending_rows` says that the device knows better.
         pending_rows: int32 [T]; row of the previous step's sampled tokens, -1 for none.
         positions: int32 [T]; -1 for padding.
-        slot_mapping: int32 [T]; page * page_size + offset, outside the pool for padding.
+        slot_mapping: int32 [num_groups, T]; page * page_size + offset, outside the pool for
+            padding. Groups are those of pages: the full one, then one for each window.
         sample_tokens: int32 [B]; index of the token whose hidden state is sampled from, by
             sampling row.
-        ragged: Which tokens and pages belong to which row.
+        ragged: Which tokens and pages belong to which row, by group: they differ in pages only.
     """
 
     token_ids: Array
@@ -37,7 +38,7 @@ class ForwardBatch:
     positions: Array
     slot_mapping: Array
     sample_tokens: Array
-    ragged: RaggedBatch
+    ragged: tuple[RaggedBatch, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +49,29 @@ class BatchLayout:
         num_tokens: T, the bucket.
         max_num_seqs: B.
         max_pages: P, pages of the longest sequence.
-        num_slots: Tokens that fit the page pool; the slot of padding tokens.
+        num_slots: Per group, tokens that fit its pages; the slot of padding tokens.
         page_size: Tokens per page.
     """
 
     num_tokens: int
     max_num_seqs: int
     max_pages: int
-    num_slots: int
+    num_slots: tuple[int, ...]
     page_size: int
 
     def _fields(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         T, B, P = self.num_tokens, self.max_num_seqs, self.max_pages
+        num_groups = len(self.num_slots)
         return (
             ("token_ids", (T,)),
             ("pending_rows", (T,)),
             ("positions", (T,)),
-            ("slot_mapping", (T,)),
+            ("slot_mapping", (num_groups, T)),
             ("sample_tokens", (B,)),
             ("seq_lens", (B,)),
             ("query_start_loc", (B + 1,)),
             ("counts", (2,)),
-            ("page_table", (B, P)),
+            ("page_table", (num_groups, B, P)),
         )
 
     @property
@@ -91,7 +93,7 @@ class BatchLayout:
         views = self._views(packed)
         views["pending_rows"][:] = -1
         views["positions"][:] = -1
-        views["slot_mapping"][:] = self.num_slots
+        views["slot_mapping"][:] = np.asarray(self.num_slots)[:, None]
         token, num_sampling = 0, 0
         for i, row in enumerate(plan.rows):
             request, n = row.request, row.num_scheduled_tokens
@@ -101,18 +103,20 @@ class BatchLayout:
                 row.start : row.start + num_known
             ]
             positions = np.arange(row.start, row.end, dtype=np.int32)
-            page_ids = np.asarray(request.page_ids, np.int32)
+            pages, offsets = positions // self.page_size, positions % self.page_size
             views["positions"][span] = positions
-            views["slot_mapping"][span] = (
-                page_ids[positions // self.page_size] * self.page_size + positions % self.page_size
-            )
+            held = (request.page_ids, *(w.page_ids for w in request.window_pages))
+            for group, ids in enumerate(held):
+                page_ids = np.asarray(ids, np.int32)
+                slots = page_ids[pages] * self.page_size + offsets
+                views["slot_mapping"][group, span] = slots
+                views["page_table"][group, i, : len(page_ids)] = page_ids
             if row.pending_row >= 0:
                 views["pending_rows"][token + n - 1] = row.pending_row
             if row.samples:
                 views["sample_tokens"][num_sampling] = token + n - 1
                 num_sampling += 1
             views["seq_lens"][i] = row.end
-            views["page_table"][i, : len(page_ids)] = page_ids
             token += n
             views["query_start_loc"][i + 1] = token
         views["query_start_loc"][len(plan.rows) + 1 :] = token
@@ -122,12 +126,15 @@ class BatchLayout:
     def unpack(self, packed: Int[Array, " size"]) -> ForwardBatch:
         """Cut the packed array apart, inside jit."""
         views = self._views(packed)
-        ragged = RaggedBatch(
-            page_table=views["page_table"],
-            seq_lens=views["seq_lens"],
-            query_start_loc=views["query_start_loc"],
-            num_decode_rows=views["counts"][0],
-            num_rows=views["counts"][1],
+        ragged = tuple(
+            RaggedBatch(
+                page_table=page_table,
+                seq_lens=views["seq_lens"],
+                query_start_loc=views["query_start_loc"],
+                num_decode_rows=views["counts"][0],
+                num_rows=views["counts"][1],
+            )
+            for page_table in views["page_table"]
         )
         return ForwardBatch(
             token_ids=views["token_ids"],

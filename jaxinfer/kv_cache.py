@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +23,15 @@ class KVCache:
     page of one head is one contiguous tile.
 
     Attributes:
-        keys: L arrays [num_pages, K, page_size, H].
+        keys: L arrays [num_pages, K, page_size, H], with as many pages as the layer's group has.
         values: The same; none where keys are the values too.
-        token_ids: int32 [num_pages, page_size]. What each slot holds; lets the sampler look up a
-            sequence's history without shipping it from the host.
+        token_ids: int32 [num_pages, page_size], of the full group. What each slot holds; lets the
+            sampler look up a sequence's history without shipping it from the host.
     """
 
     keys: tuple[Array, ...]
     values: tuple[Array, ...]
     token_ids: Array
-
-    @property
-    def num_pages(self) -> int:
-        return self.token_ids.shape[0]
 
     @property
     def page_size(self) -> int:
@@ -46,7 +43,8 @@ class CacheShape:
     """What decides the size of a cache.
 
     Attributes:
-        num_layers: L.
+        layer_groups: Per layer, the group of pages that it uses: 0 for the full one, i + 1 for
+            window i.
         num_kv_heads: K.
         head_dim: H.
         page_size: Tokens per page.
@@ -54,31 +52,39 @@ class CacheShape:
         has_values: False where keys are the values too (latent attention).
     """
 
-    num_layers: int
+    layer_groups: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
     page_size: int
     dtype: Any
     has_values: bool = True
 
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page over all layers, token ids included."""
-        per_token = (1 + self.has_values) * self.num_layers * self.num_kv_heads * self.head_dim
-        return self.page_size * (per_token * jnp.dtype(self.dtype).itemsize + 4)
+    def page_bytes(self, group: int) -> int:
+        """Bytes of one page over all layers of a group, token ids included."""
+        num_layers = self.layer_groups.count(group)
+        per_token = (1 + self.has_values) * num_layers * self.num_kv_heads * self.head_dim
+        id_bytes = 0 if group else 4
+        return self.page_size * (per_token * jnp.dtype(self.dtype).itemsize + id_bytes)
 
 
-def make_cache(shape: CacheShape, num_pages: int, shardings: tuple[Any, Any]) -> KVCache:
-    """Allocate zeroed pages; `shardings` are those of keys/values and of token ids."""
+def make_cache(shape: CacheShape, num_pages: Sequence[int], shardings: tuple[Any, Any]) -> KVCache:
+    """Allocate zeroed pages, so many for each group.
+
+    Args:
+        shape: What a page holds.
+        num_pages: By group.
+        shardings: Those of keys/values and of token ids.
+    """
     kv_sharding, ids_sharding = shardings
-    kv_shape = (num_pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
+    page = (shape.num_kv_heads, shape.page_size, shape.head_dim)
 
     def pages() -> tuple[Array, ...]:
         return tuple(
-            jnp.zeros(kv_shape, shape.dtype, device=kv_sharding) for _ in range(shape.num_layers)
+            jnp.zeros((num_pages[group], *page), shape.dtype, device=kv_sharding)
+            for group in shape.layer_groups
         )
 
-    ids = jnp.zeros((num_pages, shape.page_size), jnp.int32, device=ids_sharding)
+    ids = jnp.zeros((num_pages[0], shape.page_size), jnp.int32, device=ids_sharding)
     return KVCache(keys=pages(), values=pages() if shape.has_values else (), token_ids=ids)
 
 
@@ -95,15 +101,29 @@ class PagedAttend:
     """`jaxinfer.nn.attention.Attend` over a `KVCache`, for one trace of one step.
 
     Holds the functional cache while the layers run; `cache` is what to return from the step.
+
+    Args:
+        cache: The pages.
+        batches: The rows and their page tables, by group.
+        slot_mapping: Where each token is written, by group.
+        layer_groups: Each layer's group.
+        impl: See `pallas_kernels.paged_attention`.
     """
 
     def __init__(
-        self, cache: KVCache, batch: RaggedBatch, slot_mapping: Int[Array, " T"], *, impl: str
+        self,
+        cache: KVCache,
+        batches: Sequence[RaggedBatch],
+        slot_mapping: Int[Array, "num_groups T"],
+        *,
+        layer_groups: Sequence[int],
+        impl: str,
     ):
         self._keys, self._values = list(cache.keys), list(cache.values)
         self._token_ids = cache.token_ids
-        self._batch = batch
-        self._slots = slot_coordinates(slot_mapping, cache.page_size)
+        self._batches = batches
+        self._slots = [slot_coordinates(slots, cache.page_size) for slots in slot_mapping]
+        self._layer_groups = layer_groups
         self._impl = impl
 
     @property
@@ -122,7 +142,8 @@ class PagedAttend:
         logit_softcap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "T N H"]:
-        pages, offsets = self._slots
+        group = self._layer_groups[layer]
+        pages, offsets = self._slots[group]
         # Padding tokens carry a slot behind the last page, which "drop" ignores.
         self._keys[layer] = self._keys[layer].at[pages, :, offsets].set(k, mode="drop")
         if v is not None:
@@ -131,7 +152,7 @@ class PagedAttend:
             q,
             self._keys[layer],
             self._keys[layer] if v is None else self._values[layer],
-            self._batch,
+            self._batches[group],
             scale=scale,
             sliding_window=sliding_window,
             logit_softcap=logit_softcap,

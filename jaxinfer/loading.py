@@ -76,7 +76,9 @@ def load(config: EngineConfig, progress: bool = True) -> LoadedModel:
         model, parameters = load_model(
             source, model_config, mesh, jnp.dtype(config.dtype), stage("Loading weights")
         )
-        runner = ModelRunner(model_config, model, parameters, mesh, runner_config(config))
+        runner = ModelRunner(
+            model_config, model, parameters, mesh, runner_config(config, model_config)
+        )
         if config.warmup:
             runner.warmup(stage("Compiling"))
     engine = Engine(

@@ -17,8 +17,9 @@ class EngineStats:
     Attributes:
         num_requests_running: Sequences that hold pages.
         num_requests_waiting: Sequences that wait, preempted ones included.
-        kv_cache_usage: Share of the pages that live sequences hold, 0 to 1.
-        num_pages: Pages in the pool.
+        kv_cache_usage: Share of the pages that live sequences hold, 0 to 1; where layers with
+            windows have pages of their own, of those that will run out first.
+        num_pages: Pages, of all groups of layers.
         num_pages_used: Pages that at least one sequence holds.
         num_pages_cached: Pages that nobody holds and whose content may be found again.
         num_preemptions: Sequences that lost their pages to others, ever.

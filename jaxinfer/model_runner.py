@@ -13,13 +13,13 @@ import numpy as np
 
 from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
 from jaxinfer.compilation import bucket_of
-from jaxinfer.kv_cache import CacheShape, make_cache
+from jaxinfer.kv_cache import make_cache
 from jaxinfer.models import ModelConfig, Transformer
 from jaxinfer.request import Request, TokenLogprobs
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
 from jaxinfer.sharding import logical, replicated
-from jaxinfer.step_programs import SCORED_TOKENS, RunnerConfig, StepPrograms
+from jaxinfer.step_programs import SCORED_TOKENS, RunnerConfig, StepPrograms, cache_shape
 
 
 @dataclass(frozen=True)
@@ -85,16 +85,9 @@ class ModelRunner:
         self.config = config
         self._vocab_size = model_config.vocab_size
         self._whole = replicated(mesh)
-        shape = CacheShape(
-            num_layers=model_config.num_hidden_layers,
-            num_kv_heads=model_config.num_key_value_heads,
-            head_dim=model_config.head_dim,
-            page_size=config.page_size,
-            dtype=config.dtype,
-            has_values=model_config.latent is None,
-        )
+        shape = cache_shape(model_config, config.windows, config.page_size, config.dtype)
         pages = logical(mesh, None, "kv_heads", None, None)
-        self._cache = make_cache(shape, config.num_pages, (pages, self._whole))
+        self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
         self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
         self._packer = SamplingPacker(model_config.vocab_size)
         self._last_sampled = self._put(np.zeros(config.max_num_seqs, np.int32))
@@ -161,6 +154,11 @@ class ModelRunner:
             logprobs=tuple(logprobs),
             prompt_logprobs=_frozen(prompt_logprobs),
         )
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Each has a group of pages of its own, besides those that hold whole sequences."""
+        return self.config.windows
 
     @property
     def num_programs(self) -> int:

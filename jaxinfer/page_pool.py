@@ -118,6 +118,10 @@ class PagePool:
                 else:
                     self._free.append(page_id)
 
+    def num_known(self, hashes: Sequence[bytes]) -> int:
+        """Return the length of the longest known prefix of the chain `hashes`."""
+        return next((i for i, h in enumerate(hashes) if h not in self._page_of), len(hashes))
+
     def match_prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Take the pages of the longest known prefix of the chain `hashes`; free them after use."""
         page_ids = []

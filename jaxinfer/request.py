@@ -26,6 +26,19 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+@dataclass(slots=True)
+class WindowPages:
+    """Pages held for layers that look back a limited number of tokens.
+
+    Attributes:
+        page_ids: Page i is for tokens [i * page_size, (i + 1) * page_size).
+        first: The first one held; those before are given up, and may be anybody's.
+    """
+
+    page_ids: list[int]
+    first: int
+
+
 @dataclass(eq=False, kw_only=True)
 class Request:
     """The engine's state of one sequence. Only the scheduler changes it.
@@ -51,6 +64,7 @@ class Request:
         num_preemptions: Doubles as an epoch: results of an earlier epoch are dropped.
         num_cached_tokens: Prompt tokens found in the prefix cache at first admission.
         page_ids: Pages held, in order; page i holds tokens [i * page_size, (i + 1) * page_size).
+        window_pages: The same for each group of layers with a window, if the model has any.
         page_hashes: Chained hashes of the full pages known so far.
         num_hashed_pages: Leading pages whose hashes the page pool has been told.
         prompt_logprobs: Entries so far, by position; the first is None. Emptied on delivery.
@@ -75,6 +89,7 @@ class Request:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     page_ids: list[int] = field(default_factory=list)
+    window_pages: list[WindowPages] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     num_hashed_pages: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
@@ -130,8 +145,7 @@ class Request:
         return None, None
 
     def start_over(self) -> None:
-        """Keep the tokens and forget what was computed of them; the pages have been freed."""
-        self.page_ids = []
+        """Keep the tokens and forget what was computed of them; the pages have been released."""
         self.num_hashed_pages = 0
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
-from jaxinfer.kv_cache import CacheShape
 from jaxinfer.memory import cache_bytes
 from jaxinfer.models import ModelConfig
-from jaxinfer.step_programs import RunnerConfig
+from jaxinfer.page_groups import most_window_pages
+from jaxinfer.step_programs import RunnerConfig, cache_shape
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,6 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     if dtype == "auto":
         # XLA:CPU multiplies thin bfloat16 batches 15 times slower than float32.
         dtype = "float32" if platform == "cpu" else "bfloat16"
-    shape = CacheShape(
-        num_layers=model_config.num_hidden_layers,
-        num_kv_heads=model_config.num_key_value_heads,
-        head_dim=model_config.head_dim,
-        page_size=config.page_size,
-        dtype=dtype,
-        has_values=model_config.latent is None,
-    )
     longest = model_config.max_position_embeddings
     if config.max_model_len and config.max_model_len > longest:
         raise ConfigError(
@@ -44,39 +36,87 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
             "was made for"
         )
     wanted = config.max_model_len or longest
-    pages_each = -(-wanted // config.page_size)
-    num_pages = config.num_pages
-    if num_pages is None:
-        most = config.max_num_seqs * pages_each  # more could never be in use at once
-        budget = config.kv_cache_memory_bytes or cache_bytes(pages_each * shape.page_bytes)
-        # Page bytes are those of all devices together, as is what the budget buys.
-        num_pages = min(most, budget * config.tensor_parallel_size // shape.page_bytes)
-    if num_pages < pages_each:
+    while True:
+        pages_each = -(-wanted // config.page_size)
+        windows = model_config.windows_within(wanted)
+        shape = cache_shape(model_config, windows, config.page_size, dtype)
+        page_bytes = [shape.page_bytes(group) for group in range(1 + len(windows))]
+        num_pages, num_window_pages = _page_counts(config, windows, pages_each, page_bytes)
+        if num_pages >= pages_each:
+            break
         room = num_pages * config.page_size
         if config.max_model_len or room < 2:
             raise ConfigError(
                 f"a sequence of max_model_len={wanted} tokens needs {pages_each} pages of "
-                f"{shape.page_bytes / 2**20:.2f} MiB, but there are {num_pages}; lower "
+                f"{page_bytes[0] / 2**20:.2f} MiB, but there are {num_pages}; lower "
                 "max_model_len, or raise num_pages or kv_cache_memory_bytes"
             )
         logger.warning(
             "max_model_len lowered from %d to %d: that is what the pages hold", wanted, room
         )
+        # Again, for a shorter sequence some windows may hide nothing.
         wanted = room
-    resolved = dataclasses.replace(config, dtype=dtype, max_model_len=wanted, num_pages=num_pages)
+    resolved = dataclasses.replace(
+        config,
+        dtype=dtype,
+        max_model_len=wanted,
+        num_pages=num_pages,
+        num_window_pages=num_window_pages if windows else config.num_window_pages,
+    )
+    counts = [num_pages, *(num_window_pages for _ in windows)]
     logger.info(
-        "%s, max_model_len %d, %d pages of %d tokens (%.2f GiB)",
+        "%s, max_model_len %d, %s pages of %d tokens (%.2f GiB)",
         dtype,
         wanted,
-        num_pages,
+        " + ".join(map(str, counts)),
         config.page_size,
-        num_pages * shape.page_bytes / 2**30,
+        sum(n * size for n, size in zip(counts, page_bytes, strict=True)) / 2**30,
     )
     return resolved
 
 
-def runner_config(config: EngineConfig) -> RunnerConfig:
-    """The shapes that a resolved config asks the runner for."""
+def _page_counts(
+    config: EngineConfig, windows: tuple[int, ...], pages_each: int, page_bytes: list[int]
+) -> tuple[int, int]:
+    """Return how many pages whole sequences get, and how many each window gets.
+
+    A sequence of full length needs `pages_each` of the first kind, and of the second no more than
+    window and chunk; so much for `max_num_seqs` is all that could be in use at once. Of memory that
+    is short the windows get up to half, since short sequences need as much in every group.
+
+    Args:
+        config: The settings.
+        windows: Of the model.
+        pages_each: Pages of a sequence of full length.
+        page_bytes: By group.
+    """
+    longest = max(windows, default=0)
+    chunk = config.max_num_batched_tokens
+    # One to spare, since a sequence is admitted only if those that run can each take another.
+    window_each = 1 + most_window_pages(longest, chunk, config.page_size)
+    window_each = min(window_each, pages_each) if windows else 0
+    num_pages, num_window_pages = config.num_pages, config.num_window_pages
+    most, most_window = config.max_num_seqs * pages_each, config.max_num_seqs * window_each
+    if num_pages is not None:
+        return num_pages, num_window_pages or min(most_window, num_pages)
+
+    one_page, one_window_page = page_bytes[0], sum(page_bytes[1:])
+    budget = config.kv_cache_memory_bytes or cache_bytes(
+        pages_each * one_page + window_each * one_window_page
+    )
+    # Page bytes are those of all devices together, as is what the budget buys.
+    budget *= config.tensor_parallel_size
+    if windows and num_window_pages is None:
+        share = max(budget // 2, budget - most * one_page) // one_window_page
+        num_window_pages = min(most_window, max(window_each, share))
+    left = max(budget - (num_window_pages or 0) * one_window_page, 0)
+    num_pages = min(most, left // one_page)
+    # More window pages than others are of no use.
+    return num_pages, min(num_window_pages or 0, num_pages)
+
+
+def runner_config(config: EngineConfig, model_config: ModelConfig) -> RunnerConfig:
+    """The shapes that a resolved config and a model ask the runner for."""
     assert config.max_model_len and config.num_pages, "the config must be resolved"
     return RunnerConfig(
         max_num_seqs=config.max_num_seqs,
@@ -86,4 +126,6 @@ def runner_config(config: EngineConfig) -> RunnerConfig:
         page_size=config.page_size,
         max_logprobs=config.max_logprobs,
         dtype=jnp.dtype(config.dtype),
+        windows=model_config.windows_within(config.max_model_len),
+        num_window_pages=config.num_window_pages or 0,
     )

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import time
 from bisect import insort_left, insort_right
+from collections.abc import Sequence
 
 from jaxinfer.batch import ScheduledRow, StepPlan, StepResult
 from jaxinfer.config import SCHEDULING_POLICIES
 from jaxinfer.errors import InvalidRequestError, QueueFullError
+from jaxinfer.page_groups import PageGroups, WindowPool
 from jaxinfer.page_pool import PagePool, extend_hashes
 from jaxinfer.request import FinishReason, Request, RequestStatus, TokenLogprobs, TokenOutput
 
@@ -37,6 +39,7 @@ class Scheduler:
         self,
         *,
         page_pool: PagePool,
+        window_pools: Sequence[WindowPool] = (),
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: str = "fcfs",
@@ -45,6 +48,7 @@ class Scheduler:
         assert policy in SCHEDULING_POLICIES, policy
         assert max_num_batched_tokens >= max_num_seqs, "running requests would starve"
         self.page_pool = page_pool
+        self.pages = PageGroups(page_pool, window_pools)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.policy = policy
@@ -78,7 +82,7 @@ class Scheduler:
             InvalidRequestError: It could never run, or its id is taken.
             QueueFullError: `max_waiting` requests wait already.
         """
-        pool, limit = self.page_pool, request.max_total_tokens
+        limit, most_tokens = request.max_total_tokens, self.pages.most_tokens()
         if request.request_id in self._live:
             message = f"request_id {request.request_id!r} is in use; choose another"
             raise InvalidRequestError(message, "request_id")
@@ -87,10 +91,10 @@ class Scheduler:
                 f"the prompt must have 1 to {limit - 1} tokens, got {request.num_prompt_tokens}"
             )
             raise InvalidRequestError(message, "prompt")
-        if pool.num_pages_for(limit) > pool.num_pages:
+        if limit > most_tokens:
             message = (
                 f"prompt and output may need {limit} tokens, but the KV cache has room for"
-                f" {pool.num_pages * pool.page_size}; shorten the prompt or lower max_tokens"
+                f" {most_tokens}; shorten the prompt or lower max_tokens"
             )
             raise InvalidRequestError(message, "max_tokens")
         if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
@@ -158,18 +162,17 @@ class Scheduler:
         """Assert that queues, requests and pages agree; `AssertionError` says what does not."""
         for request in self._waiting:
             assert request.status is RequestStatus.WAITING, request
-            assert not request.page_ids, f"waiting, yet holds pages: {request}"
+            held = request.page_ids or request.window_pages
+            assert not held, f"waiting, yet holds pages: {request}"
         for request in self._running:
             assert request.status is RequestStatus.RUNNING, request
             assert request.num_computed_tokens <= request.num_tokens_with_pending, request
-            num_slots = len(request.page_ids) * self.page_pool.page_size
-            assert request.num_computed_tokens <= num_slots, f"tokens without a page: {request}"
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=self._rank), "queue out of order"
         queued = sorted(request.request_id for request in self._waiting + self._running)
         assert queued == sorted(self._live), f"live: {sorted(self._live)}, queued: {queued}"
         assert self.num_running <= self.max_num_seqs, f"{self.num_running=}"
-        self.page_pool.check_integrity(request.page_ids for request in self._running)
+        self.pages.check_integrity(self._running)
 
     def _rank(self, request: Request) -> tuple[int, float]:
         """Lower is better; equals keep the order in which they were added."""
@@ -177,15 +180,12 @@ class Scheduler:
 
     def _make_room(self, request: Request, num_new_tokens: int) -> bool:
         """Get a running request the pages it lacks; False if it was the worst and gave way."""
-        pool = self.page_pool
-        num_tokens = request.num_computed_tokens + num_new_tokens
-        if num_tokens <= len(request.page_ids) * pool.page_size:
-            return True
-        num_missing = pool.num_pages_for(num_tokens) - len(request.page_ids)
-        while not pool.can_allocate(num_missing):
+        end = request.num_computed_tokens + num_new_tokens
+        if not request.window_pages and end <= len(request.page_ids) * self.page_pool.page_size:
+            return True  # as in all but one of `page_size` steps
+        while not self.pages.grow(request, end):
             if self._preempt_worst() is request:
                 return False
-        request.page_ids += pool.allocate(num_missing)
         return True
 
     def _preempt_worst(self) -> Request:
@@ -206,24 +206,17 @@ class Scheduler:
         """
         if len(self._running) >= self.max_num_seqs:
             return False
-        pool = self.page_pool
         hashes = self._lookup_hashes(request)
-        hits = pool.match_prefix(hashes)
-        num_missing = pool.num_pages_for(request.num_tokens) - len(hits)
         # Each running request keeps a page to grow into, else the newcomer would soon be preempted:
         # 128 requests of 20 to 400 + 50 to 400 tokens in 480 pages of 16 have 9 % of their tokens
         # computed again with this rule, 39 % without, at 2 % more steps.
-        if not pool.can_allocate(num_missing + len(self._running)):
-            pool.free(hits)
+        if not self.pages.admit(request, hashes, spare=len(self._running)):
             return False
         request.status = RequestStatus.RUNNING
-        request.page_ids = hits + pool.allocate(num_missing)
-        request.num_hashed_pages = len(hits)
-        request.num_computed_tokens = len(hits) * pool.page_size
         if request.first_scheduled_time is None:
             request.first_scheduled_time = time.monotonic()
             request.num_cached_tokens = request.num_computed_tokens
-            self.num_prefix_queries += len(hashes) * pool.page_size
+            self.num_prefix_queries += len(hashes) * self.page_pool.page_size
             self.num_prefix_hits += request.num_cached_tokens
         return True
 
@@ -255,10 +248,7 @@ class Scheduler:
         if not pool.enable_prefix_caching:
             return
         num_pages = min(request.num_computed_tokens, request.num_tokens) // pool.page_size
-        hashes = self._hash_pages(request, num_pages)
-        for index in range(request.num_hashed_pages, num_pages):
-            pool.cache(request.page_ids[index], hashes[index])
-        request.num_hashed_pages = num_pages
+        self.pages.share(request, self._hash_pages(request, num_pages))
 
     def _hash_pages(self, request: Request, num_pages: int) -> list[bytes]:
         hashes, page_size = request.page_hashes, self.page_pool.page_size
@@ -291,7 +281,7 @@ class Scheduler:
         """End a request that has no next token; nobody shall find what it computed."""
         request = row.request
         self.num_corrupted += 1
-        self.page_pool.uncache(request.page_hashes)
+        self.pages.uncache(request.page_hashes)
         self._finish(request, FinishReason.ERROR)
         return TokenOutput(
             request_id=request.request_id,
@@ -316,5 +306,5 @@ class Scheduler:
 
         Steps run in the order of their dispatch: whoever is given the pages next writes later.
         """
-        self.page_pool.free(request.page_ids)
+        self.pages.release(request)
         request.start_over()

@@ -22,8 +22,8 @@ from flax import nnx
 from jaxinfer.batch import SampledTokens
 from jaxinfer.compilation import Programs, buckets
 from jaxinfer.forward_batch import BatchLayout, resolve_pending
-from jaxinfer.kv_cache import KVCache, PagedAttend, write_token_ids
-from jaxinfer.models import Transformer, flat_parameters
+from jaxinfer.kv_cache import CacheShape, KVCache, PagedAttend, write_token_ids
+from jaxinfer.models import ModelConfig, Transformer, flat_parameters
 from jaxinfer.sampler import History, Logprobs, sample, token_logprobs
 from jaxinfer.sampling_batch import ROW_FIELDS, unpack_sampling
 from jaxinfer.sampling_params import MAX_LOGIT_BIAS
@@ -41,10 +41,12 @@ class RunnerConfig:
         max_num_seqs: Most rows in a step.
         max_num_batched_tokens: Most tokens in a step.
         max_model_len: Longest sequence, tokens.
-        num_pages: Pages of KV memory.
+        num_pages: Pages of the full group, which holds whole sequences.
         page_size: Tokens per page.
         max_logprobs: Alternatives computed per token.
         dtype: Of activations and KV pages.
+        windows: Each has a group of pages of its own.
+        num_window_pages: Pages of each of these groups.
         attention_impl: See `pallas_kernels.paged_attention`.
     """
 
@@ -55,12 +57,19 @@ class RunnerConfig:
     page_size: int
     max_logprobs: int
     dtype: Any
+    windows: tuple[int, ...] = ()
+    num_window_pages: int = 0
     attention_impl: str = "auto"
 
     @property
     def max_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def group_pages(self) -> tuple[int, ...]:
+        """Pages by group: the full one, then one for each window."""
+        return (self.num_pages, *(self.num_window_pages for _ in self.windows))
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
@@ -78,9 +87,25 @@ class RunnerConfig:
             num_tokens=num_tokens,
             max_num_seqs=self.max_num_seqs,
             max_pages=self.max_pages,
-            num_slots=self.num_pages * self.page_size,
+            num_slots=tuple(n * self.page_size for n in self.group_pages),
             page_size=self.page_size,
         )
+
+
+def cache_shape(
+    model_config: ModelConfig, windows: tuple[int, ...], page_size: int, dtype: Any
+) -> CacheShape:
+    """What a page of each group holds, if these windows have groups of their own."""
+    group_of: dict[int | None, int] = {window: i for i, window in enumerate(windows, start=1)}
+    layers = range(model_config.num_hidden_layers)
+    return CacheShape(
+        layer_groups=tuple(group_of.get(model_config.window_of(layer), 0) for layer in layers),
+        num_kv_heads=model_config.num_key_value_heads,
+        head_dim=model_config.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        has_values=model_config.latent is None,
+    )
 
 
 @dataclass(frozen=True)
@@ -141,6 +166,8 @@ class StepPrograms:
         self.config = config
         self.backbone = PureModule.of(model, parameters)
         self.head = PureModule.of(model.head(), parameters, rename=("projection", model.head_path))
+        shape = cache_shape(model.config, config.windows, config.page_size, config.dtype)
+        self._layer_groups = shape.layer_groups
         self._hidden_size = model.config.hidden_size
         self._vocab_size = model.config.vocab_size
         self._whole = replicated(mesh)
@@ -196,9 +223,13 @@ class StepPrograms:
         """
         batch = layout.unpack(packed)
         token_ids = resolve_pending(batch, last_sampled)
-        cache = write_token_ids(cache, token_ids, batch.slot_mapping)
+        cache = write_token_ids(cache, token_ids, batch.slot_mapping[0])
         attend = PagedAttend(
-            cache, batch.ragged, batch.slot_mapping, impl=self.config.attention_impl
+            cache,
+            batch.ragged,
+            batch.slot_mapping,
+            layer_groups=self._layer_groups,
+            impl=self.config.attention_impl,
         )
         hidden = self.backbone(leaves)(token_ids, batch.positions, attend)
         return attend.cache, hidden[batch.sample_tokens], hidden

@@ -33,6 +33,7 @@ SMALL = {
     "max_num_batched_tokens": 64,
     "page_size": 8,
     "num_pages": 256,
+    "num_window_pages": 256,
     "dtype": "float32",
 }
 """Settings under which a tiny model compiles in seconds."""
@@ -92,10 +93,13 @@ def make_engine(name: str, buckets: tuple[int, ...] = (), **settings) -> Engine:
     """
     _, model_config, _, _ = loaded(name)
     config = resolve(EngineConfig(**{**SMALL, "warmup": False, **settings}), model_config)
-    shapes = runner_config(config)
+    shapes = runner_config(config, model_config)
     if buckets:
         fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
-        fields |= {"max_num_batched_tokens": max(buckets), "num_pages": SMALL["num_pages"]}
+        # Enough for whatever pools an engine has: they only have to lie within.
+        most = SMALL["num_pages"]
+        fields |= {"max_num_batched_tokens": max(buckets), "num_pages": most}
+        fields |= {"num_window_pages": most if shapes.windows else 0}
         shapes = FewBuckets(**fields, sizes=buckets)
     return Engine(
         config,
@@ -154,14 +158,16 @@ def hidden_of(engine: Engine, token_ids: np.ndarray, chunk: int) -> np.ndarray:
         seed=0,
         max_total_tokens=len(token_ids) + 1,
     )
-    pool = engine.scheduler.page_pool
-    request.page_ids = pool.allocate(pool.num_pages_for(len(token_ids)))
+    pages = engine.scheduler.pages
+    assert pages.admit(request, hashes=(), spare=0)
     parts = []
     for start in range(0, len(token_ids), chunk):
         n = min(chunk, len(token_ids) - start)
+        request.num_computed_tokens = start
+        assert pages.grow(request, start + n)
         row = ScheduledRow(
             request=request, start=start, num_scheduled_tokens=n, samples=False, epoch=0
         )
         parts.append(jax.device_get(runner.forward(StepPlan(rows=(row,))).tokens)[:n])
-    pool.free(request.page_ids)
+    pages.release(request)
     return np.concatenate(parts)

@@ -4,6 +4,8 @@ It has two layers and a paged cache. As in a transformer, each layer writes the 
 scheduled tokens into their slots, then reads the whole history of each row back through the row's
 page table. The next token is a hash of that history, of the seed and of the position. A page that
 is shared wrongly, freed too early, written twice or forgotten changes the tokens from there on.
+For each window it is given there is one more layer, with pages of its own, that reads no further
+back than the window.
 
 `expected_tokens` is the same function without pages, batches or steps: what each request must get.
 """
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxinfer.batch import StepPlan, StepResult
+from jaxinfer.page_groups import WindowPool
 from jaxinfer.request import Request, TokenLogprobs, TokenOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler import Scheduler
@@ -40,6 +43,22 @@ def _embed(token_ids: Sequence[int], start: int) -> np.ndarray:
 def _attend(history: np.ndarray) -> np.ndarray:
     """Layer 1: at each position a hash of everything up to it."""
     return _mix(np.cumsum(_mix(history + _ODD), dtype=np.uint64))
+
+
+def _look_back(history: np.ndarray, window: int) -> np.ndarray:
+    """A layer with a window: at each position a hash of the last states, its own included."""
+    sums = np.cumsum(_mix(history + np.uint64(window)), dtype=np.uint64)
+    behind = np.concatenate([np.zeros(window, np.uint64), sums])[: len(sums)]
+    return _mix(sums - behind)
+
+
+def _forward(token_ids: Sequence[int], windows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return what layer 1 gives at each position, and what the last layer gives."""
+    history = _attend(_embed(token_ids, 0))
+    states = history
+    for window in windows:
+        states = states ^ _look_back(states, window)
+    return history, states
 
 
 def _sample(history: np.ndarray, seed: int) -> int:
@@ -82,7 +101,7 @@ def make_request(
     )
 
 
-def expected_tokens(request: Request) -> list[int]:
+def expected_tokens(request: Request, windows: Sequence[int] = ()) -> list[int]:
     """Return the output that `request` has to get, whoever its neighbours are."""
     token_ids = list(request.prompt_token_ids)
     params = request.params
@@ -90,16 +109,19 @@ def expected_tokens(request: Request) -> list[int]:
     stops |= {*params.stop_token_ids}
     output: list[int] = []
     while len(token_ids) < request.max_total_tokens:
-        output.append(_sample(_attend(_embed(token_ids, 0)), request.seed))
+        history, states = _forward(token_ids, windows)
+        output.append(_sample(np.append(history[:-1], states[-1]), request.seed))
         token_ids.append(output[-1])
         if output[-1] in stops and len(output) > params.min_tokens:
             break
     return output
 
 
-def expected_prompt_logprobs(request: Request) -> tuple[TokenLogprobs | None, ...]:
+def expected_prompt_logprobs(
+    request: Request, windows: Sequence[int] = ()
+) -> tuple[TokenLogprobs | None, ...]:
     """Return what a request that asked for `prompt_logprobs` has to get with its first token."""
-    states = _attend(_embed(request.prompt_token_ids, 0))
+    _, states = _forward(request.prompt_token_ids, windows)
     return (None, *(_logprob(state) for state in states[:-1]))
 
 
@@ -127,6 +149,7 @@ class FakeRunner:
         num_pages: int,
         page_size: int,
         *,
+        window_pools: Sequence[WindowPool] = (),
         corrupt: Callable[[Request, int], bool] = lambda request, position: False,
     ):
         self.page_size = page_size
@@ -135,6 +158,11 @@ class FakeRunner:
         rng = np.random.default_rng(0)
         # Never-written memory holds noise, so that reading it is noticed.
         self._layers = rng.integers(2**63, size=(2, num_pages * page_size), dtype=np.uint64)
+        self._window_layers = [
+            rng.integers(2**63, size=pool.num_pages * page_size, dtype=np.uint64)
+            for pool in window_pools
+        ]
+        self.windows = tuple(pool.window for pool in window_pools)
         self._last_sampled: list[int] = []
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -144,24 +172,25 @@ class FakeRunner:
         """Compute the planned tokens; layer by layer, writes before reads."""
         assert all(row.num_scheduled_tokens > 0 for row in plan.rows), "a row without tokens"
         layer0, layer1 = self._layers
-        slots = [self._slots(row.request, row.end) for row in plan.rows]
-        written = np.concatenate([s[row.start :] for row, s in zip(plan.rows, slots, strict=True)])
-        assert np.unique(written).size == plan.num_tokens, "two tokens want the same slot"
+        slots = [self._slots(row.request.page_ids, 0, row.end) for row in plan.rows]
+        self._check_written(plan, slots)
         for row, row_slots in zip(plan.rows, slots, strict=True):
             layer0[row_slots[row.start :]] = _embed(self._token_ids(row), row.start)
         for row, row_slots in zip(plan.rows, slots, strict=True):
             layer1[row_slots[row.start :]] = _attend(layer0[row_slots])[row.start :]
+        states = [layer1[s][row.start :] for row, s in zip(plan.rows, slots, strict=True)]
+        for group, window in enumerate(self.windows):
+            states = self._look_back(plan, states, group, window)
         self.num_tokens_run += plan.num_tokens
         histories, prompt_logprobs = [], {}
-        for row, row_slots in zip(plan.rows, slots, strict=True):
-            history = layer1[row_slots]
+        for row, row_slots, row_states in zip(plan.rows, slots, states, strict=True):
             if row.samples:
-                histories.append(history)
+                histories.append(np.append(layer1[row_slots][:-1], row_states[-1]))
             request = row.request
             last = min(row.end, request.num_prompt_tokens - 1)
             if request.params.prompt_logprobs is not None and row.start < last:
-                states = history[row.start : last]
-                prompt_logprobs[request.request_id] = tuple(map(_logprob, states))
+                scored = row_states[: last - row.start]
+                prompt_logprobs[request.request_id] = tuple(map(_logprob, scored))
         return FakeLogits(histories=histories, prompt_logprobs=prompt_logprobs)
 
     def sample(self, plan: StepPlan, logits: FakeLogits, masks: object = None) -> StepResult:
@@ -194,10 +223,34 @@ class FakeRunner:
     def num_programs(self) -> int:
         return 0
 
-    def _slots(self, request: Request, end: int) -> np.ndarray:
-        positions = np.arange(end)
-        page_ids = np.asarray(request.page_ids)
-        return page_ids[positions // self.page_size] * self.page_size + positions % self.page_size
+    def _look_back(
+        self, plan: StepPlan, states: list[np.ndarray], group: int, window: int
+    ) -> list[np.ndarray]:
+        """Run the layer of a window, reading through the pages of its group."""
+        layer = self._window_layers[group]
+        firsts = [max(row.start - window + 1, 0) for row in plan.rows]
+        slots = [
+            self._slots(row.request.window_pages[group].page_ids, first, row.end)
+            for row, first in zip(plan.rows, firsts, strict=True)
+        ]
+        counts = [row.num_scheduled_tokens for row in plan.rows]
+        self._check_written(plan, slots)
+        for s, n, new in zip(slots, counts, states, strict=True):
+            layer[s[-n:]] = new
+        return [
+            new ^ _look_back(layer[s], window)[-n:]
+            for s, n, new in zip(slots, counts, states, strict=True)
+        ]
+
+    def _slots(self, page_ids: Sequence[int], start: int, end: int) -> np.ndarray:
+        positions = np.arange(start, end)
+        pages = np.asarray(page_ids)[positions // self.page_size]
+        return pages * self.page_size + positions % self.page_size
+
+    def _check_written(self, plan: StepPlan, slots: list[np.ndarray]) -> None:
+        rows = zip(plan.rows, slots, strict=True)
+        written = np.concatenate([s[-row.num_scheduled_tokens :] for row, s in rows])
+        assert np.unique(written).size == plan.num_tokens, "two tokens want the same slot"
 
     def _token_ids(self, row) -> list[int]:
         token_ids = row.request.token_ids[row.start : row.end]

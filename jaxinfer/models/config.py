@@ -131,6 +131,14 @@ class ModelConfig:
         """The sliding window of a layer, None for full attention."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
+    def windows_within(self, max_model_len: int) -> tuple[int, ...]:
+        """The distinct windows that hide something from a sequence of this length, ascending.
+
+        Each has a group of pages of its own. A layer with a longer window sees everything.
+        """
+        windows = {window for window in self.sliding_windows if window is not None}
+        return tuple(sorted(window for window in windows if window < max_model_len))
+
     def is_routed(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
         return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])

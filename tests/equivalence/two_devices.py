@@ -28,7 +28,8 @@ def main() -> None:
     model, parameters = load_model(source, model_config, mesh, "float32")
     settings = {**SMALL, "warmup": False, "tensor_parallel_size": 2}
     config = resolve(EngineConfig(**settings), model_config)
-    runner = ModelRunner(model_config, model, parameters, mesh, runner_config(config))
+    shapes = runner_config(config, model_config)
+    runner = ModelRunner(model_config, model, parameters, mesh, shapes)
     engine = Engine(
         config, runner, vocab_size=model_config.vocab_size, eos_token_ids=frozenset({2})
     )

@@ -36,8 +36,9 @@ class Case:
 def run_case(case: Case, impl: str) -> tuple[np.ndarray, np.ndarray]:
     """Return attention by `impl` and by the oracle, float64 [tokens in use, N, H].
 
-    Everything that must not matter is poisoned: pages nobody holds, slots behind a row's last key
-    and page-table entries behind its last page lead to NaN.
+    Everything that must not matter is poisoned: pages nobody holds, slots behind a row's last key,
+    and page-table entries behind its last page and before the window of its first token lead to
+    NaN.
     """
     rng = np.random.default_rng(case.seed)
     rows, ps = sorted(case.rows, key=lambda row: row[0] > 1), case.page_size
@@ -47,9 +48,11 @@ def run_case(case: Case, impl: str) -> tuple[np.ndarray, np.ndarray]:
     pages = np.full((2, num_pages, K, ps, H), np.nan)
     table = rng.integers(-5, num_pages + 5, (MAX_ROWS, MAX_PAGES)).astype(np.int32)
     order = iter(rng.permutation(num_pages))
-    for i, (_, keys) in enumerate(rows):
-        table[i, : used[i]] = [next(order) for _ in range(used[i])]
-        for s in range(keys):
+    for i, (new, keys) in enumerate(rows):
+        oldest = max(0, keys - new - case.sliding_window + 1) if case.sliding_window else 0
+        first = oldest // ps
+        table[i, first : used[i]] = [next(order) for _ in range(first, used[i])]
+        for s in range(first * ps, keys):
             pages[:, table[i, s // ps], :, s % ps] = rng.normal(size=(2, K, H))
     q = rng.normal(size=(MAX_TOKENS, case.num_heads, H))
     sinks = rng.normal(size=case.num_heads) if case.sinks else None

@@ -1,7 +1,7 @@
 """Whatever happens in whatever order, no page is lost and each request gets its own tokens.
 
 A state machine drives the real `Scheduler` and `PagePool` with a `FakeRunner`, in both loops, in
-pools from roomy to just large enough for one request.
+pools from roomy to just large enough for one request, for models with and without windows.
 """
 
 import hypothesis.strategies as st
@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxinfer.errors import InvalidRequestError
+from jaxinfer.page_groups import WindowPool, most_window_pages
 from jaxinfer.page_pool import PagePool
 from jaxinfer.request import FinishReason, Request
 from jaxinfer.scheduler import Scheduler
@@ -33,18 +34,48 @@ class SchedulingMachine(RuleBasedStateMachine):
         num_slots=st.sampled_from([32, 48, 64, 256]),
         max_num_seqs=st.integers(1, 5),
         spare_budget=st.sampled_from([0, 1, 3, 30]),
+        windows=st.sampled_from([(), (), (1,), (5,), (8,), (3, 11)]),
+        spare_window_pages=st.sampled_from([0, 3, 100]),
     )
-    def start(self, overlap, caching, policy, page_size, num_slots, max_num_seqs, spare_budget):
+    def start(
+        self,
+        overlap,
+        caching,
+        policy,
+        page_size,
+        num_slots,
+        max_num_seqs,
+        spare_budget,
+        windows,
+        spare_window_pages,
+    ):
         num_pages = num_slots // page_size
         self.budget = max_num_seqs + spare_budget
         self.max_num_seqs = max_num_seqs
+        self.windows = windows
+        window_pools = []
+        for window in windows:
+            # One sequence fits always.
+            most = min(most_window_pages(window, self.budget, page_size), num_pages)
+            window_pools.append(
+                WindowPool(
+                    most + spare_window_pages,
+                    page_size,
+                    caching,
+                    window=window,
+                    max_num_batched_tokens=self.budget,
+                )
+            )
         self.scheduler = Scheduler(
             page_pool=PagePool(num_pages, page_size, caching),
+            window_pools=window_pools,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.budget,
             policy=policy,
         )
-        runner = FakeRunner(num_pages, page_size, corrupt=self.is_corrupt)
+        runner = FakeRunner(
+            num_pages, page_size, window_pools=window_pools, corrupt=self.is_corrupt
+        )
         self.loop = StepLoop(self.scheduler, runner, overlap=overlap, max_steps=2000)
         self.requests: dict[str, Request] = {}
         self.corrupt_after: dict[str, int] = {}
@@ -118,9 +149,9 @@ class SchedulingMachine(RuleBasedStateMachine):
             return
         tokens = self.loop.run()
         self.scheduler.check_integrity()
-        assert self.scheduler.page_pool.num_used == 0
+        assert self.scheduler.pages.num_used == 0
         for request_id, request in self.requests.items():
-            got, want = tokens.get(request_id, []), expected_tokens(request)
+            got, want = tokens.get(request_id, []), expected_tokens(request, self.windows)
             outputs = [out for out in self.loop.outputs if out.request_id == request_id]
             limit = self.corrupt_after.get(request_id, 10**9) - request.num_prompt_tokens
             if request_id in self.aborted:
@@ -134,7 +165,8 @@ class SchedulingMachine(RuleBasedStateMachine):
                 assert got == want
                 assert [out.finished for out in outputs] == [False] * (len(got) - 1) + [True]
             if got and request.params.prompt_logprobs is not None:
-                assert outputs[0].prompt_logprobs == expected_prompt_logprobs(request)
+                expected = expected_prompt_logprobs(request, self.windows)
+                assert outputs[0].prompt_logprobs == expected
 
 
 TestScheduling = SchedulingMachine.TestCase
@@ -142,7 +174,7 @@ TestScheduling.settings = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=100,
+    max_examples=150,
     stateful_step_count=30,
     suppress_health_check=[HealthCheck.too_slow],
 )

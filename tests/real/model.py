@@ -56,7 +56,9 @@ class RealModel:
         config = resolve(SETTINGS, model_config)
         mesh = make_mesh()
         model, parameters = load_model(source, model_config, mesh, jnp.dtype(config.dtype))
-        runner = ModelRunner(model_config, model, parameters, mesh, runner_config(config))
+        runner = ModelRunner(
+            model_config, model, parameters, mesh, runner_config(config, model_config)
+        )
         if like is not None:
             # Weights are arguments of the programs; only sizes and constants are built in.
             assert _float32_constants(model_config) == _float32_constants(like.model_config)

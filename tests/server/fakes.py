@@ -75,6 +75,7 @@ class RecitingRunner:
     """
 
     num_programs = 0
+    windows = ()
 
     def __init__(self, reply: str = REPLY):
         self.reply = reply.encode()

@@ -94,6 +94,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "page_size": 32,
     "num_pages": 77,
+    "num_window_pages": 44,
     "kv_cache_memory_bytes": 1 << 20,
     "enable_prefix_caching": False,
     "scheduling_policy": "priority",

@@ -1,0 +1,80 @@
+"""Memory for pages goes where it is needed: whole sequences, and windows."""
+
+import dataclasses
+import logging
+
+import pytest
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import ConfigError
+from jaxinfer.models import ModelConfig
+from jaxinfer.resolution import resolve, runner_config
+from jaxinfer.step_programs import cache_shape
+
+GEMMA_3_270M = ModelConfig(
+    vocab_size=262_144,
+    hidden_size=640,
+    intermediate_size=2048,
+    num_hidden_layers=18,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=256,
+    max_position_embeddings=32_768,
+    sliding_windows=tuple(None if (layer + 1) % 6 == 0 else 512 for layer in range(18)),
+)
+ALL_WINDOWS = dataclasses.replace(GEMMA_3_270M, sliding_windows=(512,) * 18)
+NO_WINDOWS = dataclasses.replace(GEMMA_3_270M, sliding_windows=())
+GIB = 2**30
+
+
+def sizes(model, **settings):
+    """Return pages of whole sequences, of windows, and the bytes of all of them."""
+    config = resolve(EngineConfig(dtype="bfloat16", **settings), model)
+    shapes = runner_config(config, model)
+    shape = cache_shape(model, shapes.windows, shapes.page_size, "bfloat16")
+    size = sum(shape.page_bytes(group) * n for group, n in enumerate(shapes.group_pages))
+    return config.num_pages, shapes.num_window_pages, size
+
+
+@pytest.mark.parametrize(
+    "model", [GEMMA_3_270M, ALL_WINDOWS, NO_WINDOWS], ids=["mixed", "all", "no"]
+)
+@pytest.mark.parametrize("budget", [GIB // 2, GIB, 8 * GIB, 200 * GIB])
+def test_pages_use_the_memory_and_no_more(model, budget):
+    whole, windows, size = sizes(model, kv_cache_memory_bytes=budget)
+    assert size <= budget
+    # No more than 32 sequences can use: 2048 pages each, or 66 for a window and a chunk.
+    assert whole <= 32 * 2048
+    assert windows <= 32 * 66
+    if model is not NO_WINDOWS and budget >= 8 * GIB:
+        assert windows == 32 * 66
+    full = whole == 32 * 2048 and (windows == 32 * 66 or model is NO_WINDOWS)
+    assert full or size > 0.99 * budget
+
+
+def test_windows_leave_room_for_longer_contexts():
+    whole, windows, _ = sizes(GEMMA_3_270M, kv_cache_memory_bytes=GIB)
+    everything, none, _ = sizes(NO_WINDOWS, kv_cache_memory_bytes=GIB)
+    assert none == 0
+    assert whole > 3 * everything
+    assert windows > everything / 3
+
+
+def test_pages_of_windows_follow_the_pages_that_are_asked_for():
+    assert sizes(GEMMA_3_270M, num_pages=3000)[:2] == (3000, 32 * 66)
+    assert sizes(GEMMA_3_270M, num_pages=2048)[:2] == (2048, 2048)
+    assert sizes(GEMMA_3_270M, num_pages=3000, num_window_pages=100)[:2] == (3000, 100)
+
+
+def test_a_window_that_hides_nothing_has_no_pages_of_its_own():
+    whole, windows, _ = sizes(GEMMA_3_270M, num_pages=3000, max_model_len=512)
+    assert (whole, windows) == (3000, 0)
+
+
+def test_a_context_too_long_is_lowered_or_refused(caplog):
+    with caplog.at_level(logging.WARNING):
+        whole, windows, size = sizes(GEMMA_3_270M, kv_cache_memory_bytes=2**27)
+    assert "max_model_len lowered" in caplog.text
+    assert size <= 2**27 and whole and windows
+    with pytest.raises(ConfigError, match="needs 2048 pages"):
+        sizes(GEMMA_3_270M, kv_cache_memory_bytes=2**27, max_model_len=32_768)
