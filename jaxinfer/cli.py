@@ -275,9 +275,9 @@ def _engine(config: EngineConfig) -> Generator[AsyncEngine]:
         except BaseException as error:  # whatever it is, it is raised where it is waited for
             loading.set_exception(error)
 
-    # In a thread that may be left behind: nothing interrupts a compiler.
-    threading.Thread(target=load, name="jaxinfer-load", daemon=True).start()
     try:
+        # In a thread that may be left behind: nothing interrupts a compiler.
+        threading.Thread(target=load, name="jaxinfer-load", daemon=True).start()
         engine = loading.result()
     except KeyboardInterrupt:
         _exit_now(INTERRUPTED_EXIT_CODE)

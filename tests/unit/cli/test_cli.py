@@ -386,7 +386,7 @@ def test_ctrl_c_while_the_model_loads_ends_at_once(engines: Engines, monkeypatch
     stopped, codes = threading.Event(), []
 
     def never_ready(config: EngineConfig) -> AsyncEngine:
-        # To the thread that waits, as the kernel does: a signal raised on this one would not wake it.
+        # To the thread that waits, as the kernel does: one raised here would not wake it.
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         stopped.wait(10)
         raise AssertionError("nobody waits for it")
