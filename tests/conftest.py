@@ -6,7 +6,9 @@ it stands at module level: pytest imports this file before any test.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
+from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -28,6 +30,14 @@ hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_programs_left_behind() -> Iterator[None]:
+    """Drop what a module compiled: a process may map 65,530 regions, and XLA crashes beyond."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

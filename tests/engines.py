@@ -75,7 +75,9 @@ def loaded(name: str, dtype: str = "float32"):
     return source, config, model, parameters
 
 
-@functools.cache
+# Few at a time: each compiled program holds hundreds of memory mappings, and a process may have
+# 65,530; XLA crashes beyond. Tests are ordered by checkpoint, so few are needed.
+@functools.lru_cache(maxsize=6)
 def _runner(name: str, config: RunnerConfig) -> ModelRunner:
     _, model_config, model, parameters = loaded(name, jnp.dtype(config.dtype).name)
     settled = model_config.for_length(config.max_model_len)

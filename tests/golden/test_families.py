@@ -85,9 +85,15 @@ def _served(checkpoint: str) -> list[Served]:
     return [Served(checkpoint, ORIGINAL_LENGTH, ("short", "medium")), past]
 
 
-SERVED = [served for name in _names() for served in _served(name)]
-every_checkpoint = pytest.mark.parametrize("served", SERVED, ids=str)
-every_transcript = pytest.mark.parametrize("served", [s for s in SERVED if s.extends], ids=str)
+# Those without transcripts last, so that both lists count alike: by the scope, pytest runs all
+# tests of one checkpoint before those of the next, whose programs take the place of its own.
+SERVED = sorted(
+    (served for name in _names() for served in _served(name)), key=lambda served: not served.extends
+)
+every_checkpoint = pytest.mark.parametrize("served", SERVED, ids=str, scope="module")
+every_transcript = pytest.mark.parametrize(
+    "served", [s for s in SERVED if s.extends], ids=str, scope="module"
+)
 
 
 def test_every_golden_is_tested() -> None:

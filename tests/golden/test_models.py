@@ -14,6 +14,9 @@ CHECKPOINTS = sorted(
     for path in GOLDEN.iterdir()
     if path.is_dir() and (path / "config.json").exists() or path.suffix == ".gguf"
 )
+# By the scope, pytest runs all tests of one checkpoint before those of the next.
+every_checkpoint = pytest.mark.parametrize("checkpoint", CHECKPOINTS, scope="module")
+BUCKETS = (8, 64)
 PROMPTS = ("short", "medium", "long")
 
 # float32 against float32 in another order of summation; the bound.
@@ -33,24 +36,24 @@ def test_every_golden_is_tested() -> None:
     assert len(names) >= 10
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@every_checkpoint
 @pytest.mark.parametrize("chunk", [64, 7, 1], ids=["one-shot", "chunks", "token by token"])
 def test_logits_equal_the_reference(checkpoint: str, chunk: int) -> None:
     data = golden(checkpoint)
-    engine = make_engine(checkpoint)
+    engine = make_engine(checkpoint, BUCKETS)
     for prompt in PROMPTS:
         logits = logits_of(engine, data[f"{prompt}_token_ids"], chunk)
         error = np.abs(logits - data[f"{prompt}_logits"]).max()
         assert error <= TOLERANCE, f"{checkpoint} {prompt}: {error}"
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@every_checkpoint
 @pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
 def test_greedy_transcripts_equal_the_reference(checkpoint: str, overlap: bool) -> None:
     data = golden(checkpoint)
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     work = {p: Work(tuple(data[f"{p}_token_ids"].tolist()), params) for p in PROMPTS}
-    tokens = run_tokens(make_engine(checkpoint, overlap=overlap), work)
+    tokens = run_tokens(make_engine(checkpoint, BUCKETS, overlap=overlap), work)
     for prompt in PROMPTS:
         assert tokens[prompt] == data[f"{prompt}_greedy"].tolist()
 
