@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from checkpoints.errors import CorruptFileError, UnknownArchitectureError
-from checkpoints.gguf_architectures import ARCHITECTURES, COMMON_KEYS, GgufArchitecture
+from checkpoints.gguf_architectures import (
+    ARCHITECTURES,
+    COMMON_KEYS,
+    EXPERT_VARIANTS,
+    GgufArchitecture,
+)
 
 _REQUIRED = (
     "hidden_size",
@@ -16,17 +21,30 @@ _REQUIRED = (
     "intermediate_size",
     "max_position_embeddings",
     "num_attention_heads",
-    "rms_norm_eps",
 )
 
-# The other values are real numbers.
-_COUNTS = {
-    *_REQUIRED[:-1],
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "sliding_window",
+# The other values are whole numbers.
+_REAL = {
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "rope_theta",
+    "rope_local_base_freq",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "clip_qkv",
+    "routed_scaling_factor",
 }
+
+# Zero is a way to say that there is none.
+_ZERO_IS_NONE = {"sliding_window", "first_k_dense_replace", "n_shared_experts", "n_group"}
+_ZERO_IS_NONE |= {"topk_group", "routed_scaling_factor"}
+
+_SOFTMAX, _SIGMOID = 1, 2
 
 # Lists are made of this length: a damaged number must not ask for gigabytes.
 _MAX_LAYERS = 10_000
@@ -64,12 +82,15 @@ def architecture_of(metadata: Mapping[str, Any], path: object) -> tuple[str, Ggu
             f"{path} holds a model of architecture {name!r}; known are "
             f"{', '.join(ARCHITECTURES)}. To add one, see docs/howto/add-a-model.md"
         )
-    if metadata.get(f"{name}.expert_count"):
+    row = ARCHITECTURES[name]
+    if metadata.get(f"{name}.expert_count") and "expert_count" not in row.extra_keys:
+        if name in EXPERT_VARIANTS:
+            return name, EXPERT_VARIANTS[name]
         raise UnknownArchitectureError(
             f"{path} holds a mixture-of-experts variant of {name!r}, which is not read yet; "
             "use a dense model"
         )
-    return name, ARCHITECTURES[name]
+    return name, row
 
 
 def to_hf_config(
@@ -102,29 +123,40 @@ def to_hf_config(
     config |= {hf: metadata[key] for key, hf in _TOKEN_IDS.items() if key in metadata}
     config["vocab_size"] = shapes["token_embd.weight"][0]
     config["tie_word_embeddings"] = "output.weight" not in shapes
+    first = {name.removeprefix("blk.0.") for name in shapes if name.startswith("blk.0.")}
+    config |= {key: tensor in first for key, tensor in row.present.items()}
+    config |= {key: tensor not in first for key, tensor in row.absent.items()}
     config.setdefault("attention_bias", "blk.0.attn_q.bias" in shapes)
     config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    _add_rope(config, metadata, arch, rope_factors)
+    if row.latent_attention:
+        _add_latent(config, metadata, arch, shapes, path)
+    _add_rope(config, metadata, arch, row, rope_factors)
     _add_attention_kind(config, metadata, arch, row, path)
-    return config
+    return config | {alias: config[key] for key, alias in row.aliases.items() if key in config}
 
 
 def _mapped_values(
     metadata: Mapping[str, Any], arch: str, row: GgufArchitecture, path: object
 ) -> dict[str, Any]:
     values, faults = {}, []
-    for key, hf_key in (COMMON_KEYS | row.extra_keys).items():
+    required = {*_REQUIRED, *row.norm_keys.values(), *row.required}
+    for key, hf_key in {**COMMON_KEYS, **row.norm_keys, **row.extra_keys}.items():
         value = _uniform(metadata.get(f"{arch}.{key}"), f"{arch}.{key}", path)
-        # Zero is a way to say that there is no window.
-        if value is None or (value == 0 and hf_key == "sliding_window"):
-            if hf_key in _REQUIRED:
+        if value is None or (value == 0 and hf_key in _ZERO_IS_NONE):
+            if hf_key in required:
                 faults.append(f"{arch}.{key} is missing")
-        elif not _is_positive(value, whole=hf_key in _COUNTS):
+        elif not _is_positive(value, whole=hf_key not in _REAL):
             faults.append(f"{arch}.{key} must be a positive number, got {value!r}")
         else:
             values[hf_key] = value
+    for key, hf_key in row.flags.items():
+        value = metadata.get(f"{arch}.{key}")
+        if isinstance(value, bool):
+            values[hf_key] = value
+        elif value is not None:
+            faults.append(f"{arch}.{key} must be true or false, got {value!r}")
     faults += _rope_faults(metadata, arch)
     if values.get("num_hidden_layers", 0) > _MAX_LAYERS:
         faults.append(f"{arch}.block_count is {values['num_hidden_layers']}, over {_MAX_LAYERS}")
@@ -171,15 +203,63 @@ def _uniform(value: Any, key: str, path: object) -> Any:
     return value[0]
 
 
+def _add_latent(
+    config: dict[str, Any],
+    metadata: Mapping[str, Any],
+    arch: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    path: object,
+) -> None:
+    """DeepSeek's head sizes and its way to choose experts; which version it is, too."""
+    # The keys without `_mla` mean heads as well in files that hold `attn_kv_b`.
+    key_length = metadata.get(f"{arch}.attention.key_length_mla", config["head_dim"])
+    value_length = metadata.get(
+        f"{arch}.attention.value_length_mla", metadata.get(f"{arch}.attention.value_length")
+    )
+    rotated = metadata.get(f"{arch}.rope.dimension_count")
+    sizes = (key_length, value_length, rotated)
+    if not all(_is_positive(size, whole=True) for size in sizes) or rotated >= key_length:
+        raise CorruptFileError(
+            f"{path}: {arch}.attention.key_length_mla, {arch}.attention.value_length_mla and "
+            f"{arch}.rope.dimension_count must be positive numbers, the last smaller than the "
+            f"first, got {sizes}. Convert the model again with a current llama.cpp"
+        )
+    del config["head_dim"]
+    corrected = any(name.endswith(".exp_probs_b.bias") for name in shapes)
+    scoring = metadata.get(f"{arch}.expert_gating_func", _SIGMOID if corrected else _SOFTMAX)
+    if scoring not in (_SOFTMAX, _SIGMOID):
+        raise UnknownArchitectureError(
+            f"{path}: {arch}.expert_gating_func is {scoring!r}; known are {_SOFTMAX} (softmax) "
+            f"and {_SIGMOID} (sigmoid)"
+        )
+    config |= {
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": key_length - rotated,
+        "v_head_dim": value_length,
+        # The file has the one of the latent.
+        "num_key_value_heads": config["num_attention_heads"],
+    }
+    config.setdefault("q_lora_rank", None)
+    if scoring == _SIGMOID:
+        config |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+        config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    else:
+        grouped = config.get("n_group", 1) > 1
+        config["scoring_func"] = "softmax"
+        config["topk_method"] = "group_limited_greedy" if grouped else "greedy"
+
+
 def _add_rope(
     config: dict[str, Any],
     metadata: Mapping[str, Any],
     arch: str,
+    row: GgufArchitecture,
     rope_factors: Mapping[str, list[float]],
 ) -> None:
-    rotated = metadata.get(f"{arch}.rope.dimension_count", config["head_dim"])
-    if rotated != config["head_dim"]:
-        config["partial_rotary_factor"] = rotated / config["head_dim"]
+    if not row.latent_attention:
+        rotated = metadata.get(f"{arch}.rope.dimension_count", config["head_dim"])
+        if row.partial_rotation or rotated != config["head_dim"]:
+            config["partial_rotary_factor"] = rotated / config["head_dim"]
     prefix = f"{arch}.rope.scaling."
     scaling = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
     original = scaling.get("original_context_length")
@@ -212,6 +292,12 @@ def _add_rope(
         for key, hf_key in keys.items():
             if key in scaling and key not in ("type", "factor", "original_context_length"):
                 config["rope_scaling"][hf_key] = scaling[key]
+        if kind == "yarn":
+            config["rope_scaling"] |= row.rope_constants
+            if row.latent_attention and _is_positive(scaling.get("yarn_log_multiplier"), False):
+                # A tenth of it is stored, rounded to float32; released models have two equal ones.
+                mscale = round(scaling["yarn_log_multiplier"] * 10, 6)
+                config["rope_scaling"] |= {"mscale": mscale, "mscale_all_dim": mscale}
 
 
 def _add_attention_kind(
@@ -243,6 +329,6 @@ def _add_attention_kind(
         config["layer_types"] = [
             "sliding_attention" if window else "full_attention" for window in windowed
         ]
-    elif arch == "llama":
-        # GGUF calls Mistral a llama; only the window tells them apart.
-        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    if row.windowed_as and config["sliding_window"] is not None:
+        model_type, class_name = row.windowed_as
+        config |= {"model_type": model_type, "architectures": [class_name]}
