@@ -109,6 +109,7 @@ class GgufArchitecture:
         partial_rotation: The config always says which part of a head is rotated.
         latent_attention: Head sizes are DeepSeek's.
         windowed_as: HF's `model_type` and class for a file with a sliding window.
+        sigmoid_as: The same for a file whose experts' scores are sigmoids.
         permuted_rope: The rows of Q and K are interleaved per head for llama.cpp's RoPE.
         norm_offset: What the converter added to every norm weight.
         sliding_pattern: Every n-th layer attends to everything, the others to the window; 0: no
@@ -136,6 +137,7 @@ class GgufArchitecture:
     partial_rotation: bool = False
     latent_attention: bool = False
     windowed_as: tuple[str, str] | None = None
+    sigmoid_as: tuple[str, str] | None = None
     permuted_rope: bool = False
     norm_offset: float = 0.0
     sliding_pattern: int = 0
@@ -461,6 +463,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         flags={"expert_weights_norm": "norm_topk_prob"},
         constants=_SILU | {"norm_topk_prob": False},
         latent_attention=True,
+        sigmoid_as=("deepseek_v3", "DeepseekV3ForCausalLM"),
     ),
 }
 
@@ -484,3 +487,10 @@ EXPERT_VARIANTS: dict[str, GgufArchitecture] = {
         permuted_rope=True,
     ),
 }
+
+
+def hf_classes() -> frozenset[str]:
+    """The HF classes whose models may come from a GGUF file."""
+    rows = (*ARCHITECTURES.values(), *EXPERT_VARIANTS.values())
+    others = (name for row in rows for name in (row.windowed_as, row.sigmoid_as) if name)
+    return frozenset({row.class_name for row in rows} | {name[1] for name in others})

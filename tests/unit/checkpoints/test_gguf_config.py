@@ -191,3 +191,12 @@ def test_a_deepseek_that_makes_no_sense_is_refused(tmp_path, keys, error, messag
     keys = required_keys("deepseek2") | {f"deepseek2.{k}": v for k, v in keys.items()}
     with pytest.raises(error, match=message):
         config_of(tmp_path, "deepseek2", **keys)
+
+
+def test_deepseeks_older_files_say_sizes_of_heads_without_mla(tmp_path):
+    keys = required_keys("deepseek2")
+    for key in ("key_length", "value_length"):
+        keys[f"deepseek2.attention.{key}"] = keys.pop(f"deepseek2.attention.{key}_mla")
+    config = config_of(tmp_path, "deepseek2", **keys)
+    assert config["qk_nope_head_dim"] == config["v_head_dim"] == tiny.HEAD_DIM
+    assert "head_dim" not in config
