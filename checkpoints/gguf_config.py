@@ -44,7 +44,6 @@ _REAL = {
 _ZERO_IS_NONE = {"sliding_window", "first_k_dense_replace", "n_shared_experts", "n_group"}
 _ZERO_IS_NONE |= {"topk_group", "routed_scaling_factor", "q_lora_rank"}
 
-
 # Lists are made of this length: a damaged number must not ask for gigabytes.
 _MAX_LAYERS = 10_000
 
