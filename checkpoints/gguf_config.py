@@ -3,12 +3,17 @@
 Knows metadata keys and tensor shapes; reads no weights (RoPE factors are handed in).
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from checkpoints.errors import CorruptFileError, UnknownArchitectureError
-from checkpoints.gguf_architectures import ARCHITECTURES, COMMON_KEYS, GgufArchitecture
+from checkpoints.gguf_architectures import (
+    ARCHITECTURES,
+    COMMON_KEYS,
+    EXPERT_VARIANTS,
+    GgufArchitecture,
+)
+from checkpoints.gguf_attention import add_latent, add_rope, add_windows, is_positive
 
 _REQUIRED = (
     "hidden_size",
@@ -16,17 +21,28 @@ _REQUIRED = (
     "intermediate_size",
     "max_position_embeddings",
     "num_attention_heads",
-    "rms_norm_eps",
 )
 
-# The other values are real numbers.
-_COUNTS = {
-    *_REQUIRED[:-1],
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "sliding_window",
+# The other values are whole numbers.
+_REAL = {
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "rope_theta",
+    "rope_local_base_freq",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "clip_qkv",
+    "routed_scaling_factor",
 }
+
+# Zero is a way to say that there is none.
+_ZERO_IS_NONE = {"sliding_window", "first_k_dense_replace", "n_shared_experts", "n_group"}
+_ZERO_IS_NONE |= {"topk_group", "routed_scaling_factor", "q_lora_rank"}
 
 # Lists are made of this length: a damaged number must not ask for gigabytes.
 _MAX_LAYERS = 10_000
@@ -35,14 +51,6 @@ _TOKEN_IDS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
     "tokenizer.ggml.padding_token_id": "pad_token_id",
-}
-
-# GGUF key under `rope.scaling.` → HF key in `rope_scaling`, for YaRN.
-_YARN_KEYS = {
-    "attn_factor": "attention_factor",
-    "yarn_attn_factor": "attention_factor",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
 }
 
 
@@ -64,12 +72,15 @@ def architecture_of(metadata: Mapping[str, Any], path: object) -> tuple[str, Ggu
             f"{path} holds a model of architecture {name!r}; known are "
             f"{', '.join(ARCHITECTURES)}. To add one, see docs/howto/add-a-model.md"
         )
-    if metadata.get(f"{name}.expert_count"):
+    row = ARCHITECTURES[name]
+    if metadata.get(f"{name}.expert_count") and "expert_count" not in row.extra_keys:
+        if name in EXPERT_VARIANTS:
+            return name, EXPERT_VARIANTS[name]
         raise UnknownArchitectureError(
             f"{path} holds a mixture-of-experts variant of {name!r}, which is not read yet; "
             "use a dense model"
         )
-    return name, ARCHITECTURES[name]
+    return name, row
 
 
 def to_hf_config(
@@ -102,29 +113,40 @@ def to_hf_config(
     config |= {hf: metadata[key] for key, hf in _TOKEN_IDS.items() if key in metadata}
     config["vocab_size"] = shapes["token_embd.weight"][0]
     config["tie_word_embeddings"] = "output.weight" not in shapes
+    first = {name.removeprefix("blk.0.") for name in shapes if name.startswith("blk.0.")}
+    config |= {key: tensor in first for key, tensor in row.present.items()}
+    config |= {key: tensor not in first for key, tensor in row.absent.items()}
     config.setdefault("attention_bias", "blk.0.attn_q.bias" in shapes)
     config["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
     config.setdefault("num_key_value_heads", config["num_attention_heads"])
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    _add_rope(config, metadata, arch, rope_factors)
-    _add_attention_kind(config, metadata, arch, row, path)
-    return config
+    if row.latent_attention:
+        add_latent(config, metadata, arch, row, shapes, path)
+    add_rope(config, metadata, arch, row, rope_factors)
+    add_windows(config, metadata, arch, row, path)
+    return config | {alias: config[key] for key, alias in row.aliases.items() if key in config}
 
 
 def _mapped_values(
     metadata: Mapping[str, Any], arch: str, row: GgufArchitecture, path: object
 ) -> dict[str, Any]:
     values, faults = {}, []
-    for key, hf_key in (COMMON_KEYS | row.extra_keys).items():
+    required = {*_REQUIRED, *row.norm_keys.values(), *row.required}
+    for key, hf_key in {**COMMON_KEYS, **row.norm_keys, **row.extra_keys}.items():
         value = _uniform(metadata.get(f"{arch}.{key}"), f"{arch}.{key}", path)
-        # Zero is a way to say that there is no window.
-        if value is None or (value == 0 and hf_key == "sliding_window"):
-            if hf_key in _REQUIRED:
+        if value is None or (value == 0 and hf_key in _ZERO_IS_NONE):
+            if hf_key in required:
                 faults.append(f"{arch}.{key} is missing")
-        elif not _is_positive(value, whole=hf_key in _COUNTS):
+        elif not is_positive(value, whole=hf_key not in _REAL):
             faults.append(f"{arch}.{key} must be a positive number, got {value!r}")
         else:
             values[hf_key] = value
+    for key, hf_key in row.flags.items():
+        value = metadata.get(f"{arch}.{key}")
+        if isinstance(value, bool):
+            values[hf_key] = value
+        elif value is not None:
+            faults.append(f"{arch}.{key} must be true or false, got {value!r}")
     faults += _rope_faults(metadata, arch)
     if values.get("num_hidden_layers", 0) > _MAX_LAYERS:
         faults.append(f"{arch}.block_count is {values['num_hidden_layers']}, over {_MAX_LAYERS}")
@@ -147,17 +169,12 @@ def _rope_faults(metadata: Mapping[str, Any], arch: str) -> list[str]:
     faults = [
         f"{arch}.{key} must be a positive number, got {metadata[f'{arch}.{key}']!r}"
         for key, whole in expected.items()
-        if f"{arch}.{key}" in metadata and not _is_positive(metadata[f"{arch}.{key}"], whole)
+        if f"{arch}.{key}" in metadata and not is_positive(metadata[f"{arch}.{key}"], whole)
     ]
     kind = metadata.get(f"{arch}.rope.scaling.type", "none")
     if not isinstance(kind, str):
         faults.append(f"{arch}.rope.scaling.type must be a string, got {kind!r}")
     return faults
-
-
-def _is_positive(value: Any, whole: bool) -> bool:
-    kinds = int if whole else int | float
-    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def _uniform(value: Any, key: str, path: object) -> Any:
@@ -169,80 +186,3 @@ def _uniform(value: Any, key: str, path: object) -> Any:
             f"{path}: {key} differs from layer to layer ({value}); such models are not read yet"
         )
     return value[0]
-
-
-def _add_rope(
-    config: dict[str, Any],
-    metadata: Mapping[str, Any],
-    arch: str,
-    rope_factors: Mapping[str, list[float]],
-) -> None:
-    rotated = metadata.get(f"{arch}.rope.dimension_count", config["head_dim"])
-    if rotated != config["head_dim"]:
-        config["partial_rotary_factor"] = rotated / config["head_dim"]
-    prefix = f"{arch}.rope.scaling."
-    scaling = {k.removeprefix(prefix): v for k, v in metadata.items() if k.startswith(prefix)}
-    original = scaling.get("original_context_length")
-    if original is not None:
-        config["original_max_position_embeddings"] = original
-    if "rope_freqs.weight" in rope_factors:
-        # Llama 3's scaling arrives as its result: one divisor per rotated pair.
-        config["rope_scaling"] = {
-            "rope_type": "explicit_factors",
-            "factors": rope_factors["rope_freqs.weight"],
-        }
-    elif {"rope_factors_long.weight", "rope_factors_short.weight"} <= rope_factors.keys():
-        config["rope_scaling"] = {
-            "rope_type": "longrope",
-            "long_factor": rope_factors["rope_factors_long.weight"],
-            "short_factor": rope_factors["rope_factors_short.weight"],
-        }
-        if "attn_factor" in scaling:
-            config["rope_scaling"]["attention_factor"] = scaling["attn_factor"]
-    else:
-        factor = scaling.get("factor", metadata.get(f"{arch}.rope.scale_linear"))
-        kind = scaling.get("type", "none" if factor is None else "linear")
-        if kind == "none" or factor in (None, 0, 1):
-            return
-        config["rope_scaling"] = {"rope_type": kind, "factor": factor}
-        if original is not None:
-            config["rope_scaling"]["original_max_position_embeddings"] = original
-        # An unknown kind travels on as it is: the model layer refuses what it cannot do.
-        keys = _YARN_KEYS if kind == "yarn" else {key: key for key in scaling}
-        for key, hf_key in keys.items():
-            if key in scaling and key not in ("type", "factor", "original_context_length"):
-                config["rope_scaling"][hf_key] = scaling[key]
-
-
-def _add_attention_kind(
-    config: dict[str, Any],
-    metadata: Mapping[str, Any],
-    arch: str,
-    row: GgufArchitecture,
-    path: object,
-) -> None:
-    if row.query_scale_layers is not None:
-        wide = config["num_hidden_layers"] == row.query_scale_layers
-        config["query_pre_attn_scalar"] = (
-            config["hidden_size"] // config["num_attention_heads"] if wide else config["head_dim"]
-        )
-    if "sliding_window" not in config:
-        config["sliding_window"] = None
-    elif row.sliding_pattern:
-        layers = range(config["num_hidden_layers"])
-        pattern = metadata.get(f"{arch}.attention.sliding_window_pattern", row.sliding_pattern)
-        if isinstance(pattern, list) and len(pattern) == len(layers):
-            windowed = [bool(flag) for flag in pattern]
-        elif _is_positive(pattern, whole=True):
-            windowed = [(i + 1) % pattern > 0 for i in layers]
-        else:
-            raise CorruptFileError(
-                f"{path}: {arch}.attention.sliding_window_pattern must be a positive number or "
-                f"one flag for each of {len(layers)} layers, got {pattern!r:.80}"
-            )
-        config["layer_types"] = [
-            "sliding_attention" if window else "full_attention" for window in windowed
-        ]
-    elif arch == "llama":
-        # GGUF calls Mistral a llama; only the window tells them apart.
-        config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}

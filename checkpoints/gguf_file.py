@@ -4,6 +4,8 @@ Undoes what llama.cpp's converter does to weights. Builds no model.
 """
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,25 @@ from checkpoints.errors import (
     UnknownTensorError,
 )
 from checkpoints.ggml_blocks import PLAIN_DTYPES, decode
-from checkpoints.gguf_architectures import GLOBAL_TENSORS, ROPE_TENSORS, GgufArchitecture
+from checkpoints.gguf_architectures import ROPE_TENSORS, GgufArchitecture
 from checkpoints.gguf_config import architecture_of, to_hf_config
 from checkpoints.gguf_header import GgufTensor, read_header
+from checkpoints.gguf_layouts import AS_IS, Layout
 from checkpoints.mapped_file import MappedFile
 
 _LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _GLOBAL_TENSOR = re.compile(r"(\w+)\.(weight|bias)")
+
+# Names are made for so many: a damaged number must not ask for gigabytes.
+_MAX_STACKED = 10_000
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What an HF tensor is made of."""
+
+    parts: tuple[GgufTensor, ...]
+    layout: Layout = AS_IS
 
 
 class GgufFile:
@@ -62,13 +76,24 @@ class GgufFile:
 
     def info(self, name: str) -> TensorInfo:
         """Shape and ggml type; plain float types carry numpy's name."""
-        tensor = self._tensor(name)
-        plain = PLAIN_DTYPES.get(tensor.type_name)
-        return TensorInfo(tensor.shape, plain.name if plain else tensor.type_name, tensor.nbytes)
+        source = self._source(name)
+        shape = source.layout.shape([part.shape for part in source.parts])
+        type_name = source.parts[0].type_name
+        plain = PLAIN_DTYPES.get(type_name)
+        nbytes = sum(part.nbytes for part in source.parts)
+        return TensorInfo(shape, plain.name if plain else type_name, nbytes)
 
     def read(self, name: str) -> np.ndarray:
         """The tensor in HF layout; block types as float32."""
-        array = self._decode(self._tensor(name))
+        source = self._source(name)
+        parts = [self._decode(part) for part in source.parts]
+        try:
+            array = source.layout.join(parts, self.config)
+        except ValueError as error:
+            shapes = ", ".join(str(list(part.shape)) for part in source.parts)
+            raise CorruptFileError(
+                f"{self.path}: {name} cannot be made of shape {shapes}; convert the model again"
+            ) from error
         if self._architecture.permuted_rope and (".q_proj." in name or ".k_proj." in name):
             key = "num_attention_heads" if ".q_proj." in name else "num_key_value_heads"
             num_heads = self.config[key]
@@ -86,7 +111,7 @@ class GgufFile:
         """Let go of the file; arrays already read stay valid."""
         self._file.close()
 
-    def _tensor(self, name: str) -> GgufTensor:
+    def _source(self, name: str) -> _Source:
         if name not in self._tensors:
             raise UnknownTensorError(f"{self.path} has no tensor {name!r}; see names()")
         return self._tensors[name]
@@ -108,27 +133,51 @@ def unpermute_rope(array: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _to_hf_names(
-    tensors: dict[str, GgufTensor], row: GgufArchitecture, path: Path
-) -> dict[str, GgufTensor]:
-    renamed, unknown = {}, []
+    tensors: Mapping[str, GgufTensor], row: GgufArchitecture, path: Path
+) -> dict[str, _Source]:
+    renamed: dict[str, _Source] = {}
+    unknown, incomplete = [], []
+    joined_by_part = {part: joined for joined in row.joined_tensors for part in joined.parts}
     for name, tensor in tensors.items():
         if name in ROPE_TENSORS:
             continue
-        if (match := _LAYER_TENSOR.fullmatch(name)) and match[2] in row.layer_tensors:
-            hf_name = f"model.layers.{match[1]}.{row.layer_tensors[match[2]]}.{match[3]}"
-        elif (match := _GLOBAL_TENSOR.fullmatch(name)) and match[1] in GLOBAL_TENSORS:
-            hf_name = f"{GLOBAL_TENSORS[match[1]]}.{match[2]}"
+        layer = _LAYER_TENSOR.fullmatch(name)
+        outside = _GLOBAL_TENSOR.fullmatch(name)
+        prefix = row.layer_prefix.format(i=layer[1]) if layer else ""
+        if layer and (joined := joined_by_part.get(f"{layer[2]}.{layer[3]}")):
+            needed = [f"blk.{layer[1]}.{part}" for part in joined.parts]
+            if missing := [part for part in needed if part not in tensors]:
+                incomplete.append(f"{name} without {', '.join(missing)}")
+            elif name == needed[0]:
+                parts = tuple(tensors[part] for part in needed)
+                ranks = tuple(len(part.shape) for part in parts)
+                if joined.layout.ranks not in ((), ranks):
+                    incomplete.append(f"{', '.join(needed)} with {ranks} dimensions")
+                renamed[prefix + joined.hf_name] = _Source(parts, joined.layout)
+        elif layer and layer[2] in row.stacked_tensors:
+            pattern = f"{prefix}{row.stacked_tensors[layer[2]]}.{layer[3]}"
+            slices = _slices(tensor)
+            if not slices:
+                incomplete.append(f"{name} of shape {list(tensor.shape)}")
+            renamed |= {pattern.format(n=n): _Source((part,)) for n, part in enumerate(slices)}
+        elif layer and layer[2] in row.layer_tensors:
+            renamed[f"{prefix}{row.layer_tensors[layer[2]]}.{layer[3]}"] = _Source((tensor,))
+        elif outside and outside[1] in row.global_tensors:
+            renamed[f"{row.global_tensors[outside[1]]}.{outside[2]}"] = _Source((tensor,))
         else:
             unknown.append(name)
-            continue
-        renamed[hf_name] = tensor
     if unknown:
         raise UnknownArchitectureError(
             f"{path}: {len(unknown)} tensors have no place in a {row.model_type} model: "
             f"{', '.join(unknown[:20])}{' …' if len(unknown) > 20 else ''}; "
             "the file holds a variant that is not known here"
         )
-    embedding = renamed.get("model.embed_tokens.weight")
+    if incomplete:
+        raise CorruptFileError(
+            f"{path}: {'; '.join(incomplete[:20])}: not what a {row.model_type} model holds; "
+            "convert the model again with a current llama.cpp"
+        )
+    embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise CorruptFileError(
             f"{path}: expected a matrix token_embd.weight, got "
@@ -136,6 +185,18 @@ def _to_hf_names(
             "; the file is not a whole language model"
         )
     return renamed
+
+
+def _slices(tensor: GgufTensor) -> list[GgufTensor]:
+    """The tensors that are stacked in one: each lies in one piece."""
+    number, *shape = tensor.shape
+    if not shape or not 0 < number <= _MAX_STACKED:
+        return []
+    nbytes = tensor.nbytes // number
+    return [
+        GgufTensor(tuple(shape), tensor.type_name, tensor.offset + n * nbytes, nbytes)
+        for n in range(number)
+    ]
 
 
 def _text_assets(metadata: dict[str, Any]) -> TextAssets:

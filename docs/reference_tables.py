@@ -97,11 +97,10 @@ def http() -> str:
 
 def models() -> str:
     """Return the supported families."""
-    from checkpoints.gguf_architectures import ARCHITECTURES
+    from checkpoints.gguf_architectures import hf_classes
     from jaxinfer.models import supported_families
 
-    # GGUF calls Mistral a llama.
-    in_gguf = {row.class_name for row in ARCHITECTURES.values()} | {"MistralForCausalLM"}
+    in_gguf = hf_classes()
     rows = [
         (
             family.name,

@@ -12,14 +12,32 @@ def config_of(tmp_path, arch="llama", extra_tensors=None, **keys):
     return open_checkpoint(tiny.write_gguf(tmp_path / "m.gguf", tensors, arch, keys)).config
 
 
+EXPERT_KEYS = {
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 24,
+    "attention.kv_lora_rank": 16,
+    "attention.key_length_mla": 2 * tiny.HEAD_DIM,
+    "attention.value_length_mla": tiny.HEAD_DIM,
+}
+
+
+def required_keys(arch):
+    return {f"{arch}.{k}": v for k, v in EXPERT_KEYS.items() if ARCHITECTURES[arch].required}
+
+
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_common_keys_of_every_architecture(tmp_path, arch):
-    config = config_of(tmp_path, arch)
+    config = config_of(tmp_path, arch, **required_keys(arch))
     assert config["model_type"] == ARCHITECTURES[arch].model_type
     shared = {key: value for key, value in tiny.CONFIG.items() if key in config}
     del shared["architectures"], shared["model_type"]
+    if ARCHITECTURES[arch].latent_attention:
+        shared["num_key_value_heads"] = tiny.HEADS
+        assert config["qk_rope_head_dim"] == config["qk_nope_head_dim"] == tiny.HEAD_DIM
+    else:
+        assert config["head_dim"] == tiny.HEAD_DIM
     assert {key: config[key] for key in shared} == shared
-    assert config["head_dim"] == tiny.HEAD_DIM
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
 
 
@@ -135,3 +153,50 @@ def test_missing_keys_are_listed_all_at_once(tmp_path):
     assert "llama.embedding_length is missing" in str(error.value)
     assert "llama.block_count must be a positive number, got 0" in str(error.value)
     assert "llama.context_length must be a positive number, got 'x'" in str(error.value)
+
+
+def test_a_window_makes_an_olmo2_an_olmo3(tmp_path):
+    config = config_of(tmp_path, "olmo2", **{"olmo2.attention.sliding_window": 32})
+    assert (config["model_type"], config["architectures"]) == ("olmo3", ["Olmo3ForCausalLM"])
+
+
+def test_what_experts_need_is_listed_all_at_once(tmp_path):
+    with pytest.raises(CorruptFileError, match=r"expert_count is missing.*length is missing"):
+        config_of(tmp_path, "qwen3moe")
+
+
+@pytest.mark.parametrize(
+    ("gating", "model_type", "method"),
+    [(None, "deepseek_v2", "greedy"), (1, "deepseek_v2", "greedy"), (2, "deepseek_v3", "noaux_tc")],
+)
+def test_the_gating_function_tells_the_versions_of_deepseek_apart(
+    tmp_path, gating, model_type, method
+):
+    keys = required_keys("deepseek2") | {"deepseek2.expert_gating_func": gating}
+    config = config_of(tmp_path, "deepseek2", **keys)
+    assert (config["model_type"], config["topk_method"]) == (model_type, method)
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "message"),
+    [
+        ({"expert_gating_func": 7}, UnknownArchitectureError, "expert_gating_func is 7"),
+        ({"rope.dimension_count": 99}, CorruptFileError, "smaller than the first"),
+        ({"attention.value_length_mla": None}, CorruptFileError, "value_length_mla"),
+        ({"expert_weights_norm": 3}, CorruptFileError, "must be true or false, got 3"),
+        ({"expert_count": 0.5}, CorruptFileError, "expert_count must be a positive number"),
+    ],
+)
+def test_a_deepseek_that_makes_no_sense_is_refused(tmp_path, keys, error, message):
+    keys = required_keys("deepseek2") | {f"deepseek2.{k}": v for k, v in keys.items()}
+    with pytest.raises(error, match=message):
+        config_of(tmp_path, "deepseek2", **keys)
+
+
+def test_deepseeks_older_files_say_sizes_of_heads_without_mla(tmp_path):
+    keys = required_keys("deepseek2")
+    for key in ("key_length", "value_length"):
+        keys[f"deepseek2.attention.{key}"] = keys.pop(f"deepseek2.attention.{key}_mla")
+    config = config_of(tmp_path, "deepseek2", **keys)
+    assert config["qk_nope_head_dim"] == config["v_head_dim"] == tiny.HEAD_DIM
+    assert "head_dim" not in config

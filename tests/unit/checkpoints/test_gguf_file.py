@@ -3,7 +3,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from checkpoints import UnknownArchitectureError, open_checkpoint
+from checkpoints import CorruptFileError, UnknownArchitectureError, open_checkpoint
 from checkpoints.errors import UnsupportedDtypeError
 from checkpoints.ggml_blocks import decode
 from checkpoints.gguf_architectures import ARCHITECTURES
@@ -130,7 +130,7 @@ def test_layer_names_are_those_that_llama_cpp_converts_from(arch):
     to_gguf = gguf.get_tensor_name_map(kind, 2)
     row = ARCHITECTURES[arch]
     for gguf_name, hf_name in row.layer_tensors.items():
-        assert to_gguf.get_name(f"model.layers.1.{hf_name}") == f"blk.1.{gguf_name}"
+        assert to_gguf.get_name(row.layer_prefix.format(i=1) + hf_name) == f"blk.1.{gguf_name}"
 
 
 def test_lm_head_is_tied_exactly_when_the_file_has_no_output(tmp_path):
@@ -178,5 +178,62 @@ def test_unplaced_tensors_are_listed_all_at_once(tmp_path):
 
 
 def test_mixture_of_experts_is_refused_by_name(tmp_path):
+    tensors = {"token_embd.weight": np.ones((4, 8), np.float32)}
+    path = tiny.write_gguf(tmp_path / "x.gguf", tensors, "granite", {"granite.expert_count": 8})
     with pytest.raises(UnknownArchitectureError, match="mixture-of-experts"):
-        open_checkpoint(tiny.write_llama_gguf(tmp_path / "x.gguf", **{"llama.expert_count": 8}))
+        open_checkpoint(path)
+
+
+MIXTRAL_KEYS = {"llama.expert_count": 4, "llama.expert_used_count": 2}
+
+
+def test_one_expert_is_read_out_of_the_stack(tmp_path):
+    rng = np.random.default_rng(5)
+    data = gguf.quants.quantize(rng.normal(size=(4, 6, 64)).astype(np.float32), Kind.Q8_0)
+    tensors = {
+        "token_embd.weight": np.ones((4, 8), np.float32),
+        "blk.0.ffn_gate_exps.weight": (data, Kind.Q8_0),
+    }
+    path = tiny.write_gguf(tmp_path / "x.gguf", tensors, "llama", MIXTRAL_KEYS)
+    checkpoint = open_checkpoint(path)
+    name = "model.layers.0.block_sparse_moe.experts.2.w1.weight"
+    info = checkpoint.info(name)
+    assert (info.shape, info.dtype, info.nbytes) == ((6, 64), "Q8_0", data[2].nbytes)
+    np.testing.assert_array_equal(checkpoint.read(name), gguf.quants.dequantize(data, Kind.Q8_0)[2])
+
+
+def test_experts_that_are_not_stacked_are_a_corrupt_file(tmp_path):
+    tensors = {
+        "token_embd.weight": np.ones((4, 8), np.float32),
+        "blk.0.ffn_gate_exps.weight": np.ones(4, np.float32),
+    }
+    path = tiny.write_gguf(tmp_path / "x.gguf", tensors, "llama", MIXTRAL_KEYS)
+    with pytest.raises(CorruptFileError, match=r"ffn_gate_exps.weight of shape \[4\]"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"gate": (2, 3, 4)}, "without blk.0.ffn_up_exps.weight"),
+        ({"gate": (2, 12), "up": (2, 12)}, "dimensions"),
+    ],
+)
+def test_parts_that_make_no_whole_are_a_corrupt_file(tmp_path, shapes, message):
+    tensors = {"token_embd.weight": np.ones((4, 8), np.float32)}
+    for part, shape in shapes.items():
+        tensors[f"blk.0.ffn_{part}_exps.weight"] = np.ones(shape, np.float32)
+    keys = {"gpt-oss.expert_count": 2, "gpt-oss.expert_used_count": 1}
+    path = tiny.write_gguf(tmp_path / "x.gguf", tensors, "gpt-oss", keys)
+    with pytest.raises(CorruptFileError, match=message):
+        open_checkpoint(path)
+
+
+def test_parts_of_different_sizes_are_a_corrupt_file(tmp_path):
+    tensors = {"token_embd.weight": np.ones((4, 8), np.float32)}
+    tensors["blk.0.ffn_gate_exps.weight"] = np.ones((2, 3, 4), np.float32)
+    tensors["blk.0.ffn_up_exps.weight"] = np.ones((2, 5, 4), np.float32)
+    keys = {"gpt-oss.expert_count": 2, "gpt-oss.expert_used_count": 1}
+    checkpoint = open_checkpoint(tiny.write_gguf(tmp_path / "x.gguf", tensors, "gpt-oss", keys))
+    with pytest.raises(CorruptFileError, match=r"cannot be made of shape \[2, 3, 4\], \[2, 5, 4\]"):
+        checkpoint.read("model.layers.0.mlp.experts.gate_up_proj")

@@ -91,6 +91,7 @@ def default_keys(arch: str) -> dict[str, Any]:
         f"{arch}.attention.head_count": HEADS,
         f"{arch}.attention.head_count_kv": KV_HEADS,
         f"{arch}.attention.layer_norm_rms_epsilon": 1e-5,
+        f"{arch}.attention.layer_norm_epsilon": 1e-5,
         f"{arch}.rope.freq_base": 10000.0,
         f"{arch}.rope.dimension_count": HEAD_DIM,
         "tokenizer.ggml.model": "gpt2",
