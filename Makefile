@@ -3,6 +3,8 @@
 PORT  ?= 8000
 MODEL ?=
 ARGS  ?=
+# Tests run by whole files in so many processes; most of their time is XLA compiling on one core.
+WORKERS ?= 2
 
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
@@ -29,8 +31,8 @@ setup: $(STAMP) ## Make .venv and install everything, the default model included
 serve: $(STAMP) ## Serve a model on 127.0.0.1 (PORT=, MODEL=, ARGS=)
 	@exec $(PYTHON) serve.py --host 127.0.0.1 --port $(PORT) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: $(STAMP) ## Run the tests (ARGS= for pytest)
-	$(PYTHON) -m pytest $(ARGS)
+test: $(STAMP) ## Run the tests (ARGS= for pytest, WORKERS= processes)
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and the layers of imports
 	$(PYTHON) -m ruff check
