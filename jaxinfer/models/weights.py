@@ -182,8 +182,7 @@ def _check(
             faults.append(f"misshapen: {shapes}; expected to make up {path} {list(expected)}")
     # Behind the last layer, some checkpoints keep layers that draft tokens.
     drafts = (f"model.layers.{config.num_hidden_layers}.",) if family.drafts else ()
-    # A tied model's checkpoint may carry the head all the same.
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    tied = _tied_heads(family, config) & present
     faults += [
         f"unexpected: {name}"
         for name in sorted(present - used - tied)
@@ -193,4 +192,26 @@ def _check(
         raise ModelError(
             f"the checkpoint does not fit a {family.name} model of this config "
             f"({len(faults)} faults):\n  " + "\n  ".join(faults)
+        )
+    (embedding,) = fillings["embed.embedding"].sources
+    for head in tied:
+        _check_tied(source, head, embedding)
+
+
+def _tied_heads(family: Family, config: ModelConfig) -> set[str]:
+    """Names under which a tied model's checkpoint may carry its head all the same."""
+    if not config.tie_word_embeddings:
+        return set()
+    heads = (weight for weight in family.weights if weight.target == "lm_head.kernel")
+    return {name for head in heads for name in head.sources}
+
+
+def _check_tied(source: TensorSource, head: str, embedding: str) -> None:
+    """Raise if a head that need not be there says something else than the embedding."""
+    ours, theirs = source.read(head), source.read(embedding)
+    if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
+        raise ModelError(
+            f"the config ties the head to the embedding, but the checkpoint's {head} differs from "
+            f"{embedding}; if the head is trained, set tie_word_embeddings to false in the config, "
+            f"else remove it from the checkpoint"
         )
