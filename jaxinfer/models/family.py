@@ -66,6 +66,7 @@ class Weight:
         input_major: HF stores projections [out, in], we store [in, out]: move the last axis first.
         when: The parameter exists only if this holds of the config.
         in_layer: And only in the layers of which this holds.
+        packed: The sources are whole numbers that stand for others; `join` decodes them.
     """
 
     target: str
@@ -74,6 +75,7 @@ class Weight:
     input_major: bool = False
     when: Callable[[ModelConfig], bool] = lambda _: True
     in_layer: Callable[[ModelConfig, int], bool] = lambda config, layer: True
+    packed: bool = False
 
     def assemble(self, xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
         """Return the parameter's values from those of `sources`."""

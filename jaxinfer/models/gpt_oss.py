@@ -85,7 +85,7 @@ def _expert_weights(target: str, name: str, part: slice) -> tuple[Weight, ...]:
     target, name, join = f"layers.{{i}}.mlp.{target}", _EXPERTS + name, _columns(part)
     packed = (f"{name}_blocks", f"{name}_scales")
     return (
-        Weight(target, packed, join, when=_is_mxfp4),
+        Weight(target, packed, join, when=_is_mxfp4, packed=True),
         Weight(target, (name,), join, when=lambda c: not _is_mxfp4(c)),
         Weight(f"{target}_bias", (f"{name}_bias",), join),
     )

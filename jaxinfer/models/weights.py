@@ -22,6 +22,8 @@ class TensorInfo(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 @runtime_checkable
@@ -176,6 +178,7 @@ def _check(
         faults += [f"missing: {name}" for name in missing]
         if missing:
             continue
+        faults += _quantized(source, filling)
         expected = tuple(parameters[path].shape)
         if expected != filling.shape(source, config):
             shapes = ", ".join(f"{n} {list(source.info(n).shape)}" for n in filling.sources)
@@ -196,6 +199,20 @@ def _check(
     (embedding,) = fillings["embed.embedding"].sources
     for head in tied:
         _check_tied(source, head, embedding)
+
+
+# Of whole numbers and of one byte: they mean something only together with scales.
+_CODES = ("int", "uint", "bool", "float8", "I8", "I16", "I32", "I64")
+
+
+def _quantized(source: TensorSource, filling: _Filling) -> list[str]:
+    """Faults of tensors that hold codes where weights are wanted."""
+    dtypes = {name: source.info(name).dtype for name in filling.sources}
+    return [
+        f"quantized: {name} is stored as {dtype}, which is not supported here"
+        for name, dtype in dtypes.items()
+        if dtype.startswith(_CODES) and not filling.weight.packed
+    ]
 
 
 def _tied_heads(family: Family, config: ModelConfig) -> set[str]:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -52,6 +53,16 @@ def test_missing_misshapen_and_unexpected_tensors_are_listed_at_once(tmp_path: P
     assert "missing: model.norm.weight" in message
     assert "misshapen: model.layers.0.mlp.down_proj.weight [3, 5]" in message
     assert "unexpected: model.layers.0.self_attn.q_proj.weight_scale" in message
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.bool_, ml_dtypes.float8_e4m3fn])
+def test_codes_in_place_of_weights_are_refused(tmp_path: Path, dtype: type) -> None:
+    """As in a quantized checkpoint whose config does not say so."""
+    copy = Copy("llama2", tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    copy.tensors[name] = copy.tensors[name].astype(dtype)
+    with pytest.raises(ModelError, match=f"quantized: {name} is stored as {np.dtype(dtype).name}"):
+        copy.load()
 
 
 def test_no_weight_is_read_when_one_does_not_fit(
