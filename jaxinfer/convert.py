@@ -47,7 +47,7 @@ def convert(
             f"{path} exists already; remove it or choose another name"
         )
     source = ModelSource.open(src)
-    model_config = family_of(source.config).config(source.config)
+    model_config = family_of(source.config).translate(source.config)
     tokenizer = tokenizer_of(source)
     _, parameters = load_model(source, model_config, make_mesh(), jnp.dtype(dtype), on_progress)
     checkpoints.save_tree(

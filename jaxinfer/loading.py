@@ -65,7 +65,7 @@ def load(config: EngineConfig, progress: bool = True) -> LoadedModel:
     if cache_dir != "":
         use_persistent_cache(Path(cache_dir) if cache_dir else default_cache_dir())
     source = ModelSource.open(config.model)
-    model_config = family_of(source.config).config(source.config)
+    model_config = family_of(source.config).translate(source.config)
     check_divisible(model_config, config.tensor_parallel_size)
     mesh = make_mesh(config.tensor_parallel_size)
     config = resolve(config, model_config)

@@ -66,7 +66,7 @@ class Tokenizer:
         )
         self._pieces.literal |= self.special_token_ids
         eos = {*eos_token_ids, *_end_tokens(backend)} | {ids.get("eos")}
-        self.eos_token_ids = frozenset(i for i in eos if i is not None and i < self.vocab_size)
+        self.eos_token_ids = frozenset(i for i in eos if i is not None and 0 <= i < self.vocab_size)
         prefix, suffix = _affixes(backend)
         if add_bos is not None:
             prefix = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
@@ -284,8 +284,15 @@ def _end_tokens(backend: tokenizers.Tokenizer) -> set[int]:
 
 
 def _ids(value: Any) -> list[int]:
+    """One id, several, or none, as configs have them."""
     values = value if isinstance(value, list | tuple) else [value]
-    return [int(i) for i in values if i is not None]
+    ids = [i for i in values if i is not None]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ModelError(
+            f"eos_token_id must be a token id or a list of them, got {value!r:.80}; correct it in "
+            "config.json or generation_config.json"
+        )
+    return ids
 
 
 def _named_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -70,7 +70,7 @@ def loaded(name: str, dtype: str = "float32"):
     """Return a golden checkpoint's source, config, abstract model and parameters."""
     folder = GOLDEN if (GOLDEN / name).exists() else FAMILIES
     source = ModelSource.open(str(folder / name))
-    config = family_of(source.config).config(source.config)
+    config = family_of(source.config).translate(source.config)
     model, parameters = load_model(source, config, make_mesh(), jnp.dtype(dtype))
     return source, config, model, parameters
 

@@ -107,6 +107,8 @@ class ModelConfig:
                 )
         for rope in {rope for rope in self.ropes if rope is not None}:
             self._check_rope(rope)
+        if self.moe is not None:
+            _check_moe(self.moe)
 
     def _check_rope(self, rope: RopeConfig) -> None:
         dim = rope.rotary_dim
@@ -115,6 +117,13 @@ class ModelConfig:
                 f"an even number of a head's {self.head_dim} dimensions must be rotated, got {dim}"
             )
         scaling = rope.scaling
+        if scaling.high_freq_factor <= scaling.low_freq_factor:
+            raise ModelError(
+                f"rope high_freq_factor ({scaling.high_freq_factor}) must be above "
+                f"low_freq_factor ({scaling.low_freq_factor})"
+            )
+        if scaling.original_max_position_embeddings < 2:
+            raise ModelError("rope original_max_position_embeddings must be at least 2")
         for name in ("factors", "short_factor", "long_factor"):
             factors = getattr(scaling, name)
             if factors and len(factors) != dim // 2:
@@ -147,3 +156,18 @@ class ModelConfig:
         """The same model, settled to serve sequences of up to this length."""
         ropes = tuple(rope and rope.for_length(max_model_len) for rope in self.ropes)
         return dataclasses.replace(self, ropes=ropes)
+
+
+def _check_moe(moe: MoEConfig) -> None:
+    """Raise unless every token finds as many experts as it is to visit."""
+    if moe.num_experts % moe.num_groups or not 0 < moe.num_groups_per_tok <= moe.num_groups:
+        raise ModelError(
+            f"{moe.num_experts} experts in {moe.num_groups} groups, of which a token may visit "
+            f"{moe.num_groups_per_tok}: groups must be equal, and at least as many as are visited"
+        )
+    in_group = moe.num_experts // moe.num_groups
+    if moe.num_experts_per_tok > in_group * moe.num_groups_per_tok or moe.group_top > in_group:
+        raise ModelError(
+            f"num_experts_per_tok ({moe.num_experts_per_tok}) must be at most the experts that a "
+            f"token may visit: {moe.num_groups_per_tok} groups of {in_group}"
+        )

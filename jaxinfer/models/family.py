@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.hf_values import check_values
 
 Join = Callable[[ModuleType, Sequence[Any], ModelConfig], Any]
 """`join(xp, parts, config)`: several HF tensors → one parameter, output axes first. `xp` is numpy,
@@ -65,6 +66,7 @@ class Weight:
         input_major: HF stores projections [out, in], we store [in, out]: move the last axis first.
         when: The parameter exists only if this holds of the config.
         in_layer: And only in the layers of which this holds.
+        packed: The sources are whole numbers that stand for others; `join` decodes them.
     """
 
     target: str
@@ -73,6 +75,7 @@ class Weight:
     input_major: bool = False
     when: Callable[[ModelConfig], bool] = lambda _: True
     in_layer: Callable[[ModelConfig, int], bool] = lambda config, layer: True
+    packed: bool = False
 
     def assemble(self, xp: ModuleType, parts: Sequence[Any], config: ModelConfig) -> Any:
         """Return the parameter's values from those of `sources`."""
@@ -134,11 +137,14 @@ class Family:
         name: For people.
         architectures: HF `architectures` entries it serves.
         model_types: HF `model_type` values it serves, for configs without architectures.
-        config: HF config → `ModelConfig`; raises `ModelError` for what it cannot honour.
+        config: HF config → `ModelConfig`; raises `ModelError` for what it cannot honour. It may
+            rely on what `translate` has checked.
         weights: One entry per parameter.
         ignored: Suffixes of tensors that may be present and carry nothing.
         drafts: One more layer may be present, which is left out (multi-token prediction).
         optional_prefix: What some checkpoints put before every tensor's name.
+        own_keys: Config keys that mean something else here than elsewhere: their values are
+            checked by nobody but `config`.
         examples: Checkpoints that people know, for the table of `jaxinfer models`.
     """
 
@@ -150,4 +156,14 @@ class Family:
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     drafts: bool = False
     optional_prefix: str = ""
+    own_keys: tuple[str, ...] = ()
     examples: tuple[str, ...] = ()
+
+    def translate(self, hf: Mapping[str, Any]) -> ModelConfig:
+        """Return what a HF config of this family describes.
+
+        Raises:
+            ModelError: Values are of the wrong kind or missing, or ask for what is not implemented.
+        """
+        check_values(hf, except_for=self.own_keys)
+        return self.config(hf)

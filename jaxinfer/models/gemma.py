@@ -31,7 +31,7 @@ def gemma_config(hf: Mapping[str, Any], **version: Any) -> ModelConfig:
         tie_word_embeddings=bool(hf.get("tie_word_embeddings", True)),
         norm=NormConfig(eps=float(hf.get("rms_norm_eps", 1e-6)), offset=1.0, scale_in_float32=True),
         embedding_multiplier=require(hf, "hidden_size")[0] ** 0.5,
-        **{"head_dim": hf.get("head_dim", 256)} | version,
+        **{"head_dim": hf.get("head_dim") or 256} | version,
     )
 
 
@@ -51,7 +51,7 @@ def gemma3_config(hf: Mapping[str, Any]) -> ModelConfig:
     """Translate `Gemma3TextConfig`: layers with a window have a rope of their own."""
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     windows = alternating_windows(hf, pattern, hf.get("sliding_window", 4096))
-    head_dim = hf.get("head_dim", 256)
+    head_dim = hf.get("head_dim") or 256
     nested = hf.get("rope_parameters") or {}
     everywhere = rope_from_hf(
         hf, head_dim, settings=nested.get("full_attention"), rope_theta=1_000_000.0
@@ -76,7 +76,7 @@ def _activation(hf: Mapping[str, Any]) -> str:
     return "gelu_pytorch_tanh" if named == "gelu" else named
 
 
-def _optional_float(value: float | None) -> float | None:
+def _optional_float(value: float | int | None) -> float | None:
     return None if value is None else float(value)
 
 

@@ -26,8 +26,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     num_experts, visited, intermediate = require(
         hf, "num_local_experts", "num_experts_per_tok", "intermediate_size"
     )
-    quantization = hf.get("quantization_config") or {"quant_method": "mxfp4"}
-    expect(quantization, quant_method="mxfp4")
+    quantization = hf.get("quantization_config")
+    if quantization:
+        expect({"quant_method": quantization.get("quant_method", "unknown")}, quant_method="mxfp4")
     return decoder_config(
         {**hf, "quantization_config": None},
         **projection_biases(hf),
@@ -40,7 +41,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
             router_bias=True,
             expert_bias=True,
             swiglu_limit=float(hf.get("swiglu_limit", 7.0)),
-            stored_as="mxfp4" if hf.get("quantization_config") else "matrices",
+            stored_as="mxfp4" if quantization else "matrices",
         ),
     )
 
@@ -84,7 +85,7 @@ def _expert_weights(target: str, name: str, part: slice) -> tuple[Weight, ...]:
     target, name, join = f"layers.{{i}}.mlp.{target}", _EXPERTS + name, _columns(part)
     packed = (f"{name}_blocks", f"{name}_scales")
     return (
-        Weight(target, packed, join, when=_is_mxfp4),
+        Weight(target, packed, join, when=_is_mxfp4, packed=True),
         Weight(target, (name,), join, when=lambda c: not _is_mxfp4(c)),
         Weight(f"{target}_bias", (f"{name}_bias",), join),
     )

@@ -96,14 +96,18 @@ def windows_from_layer_types(layer_types: Iterable[str], window: int | None) -> 
     unknown = sorted(set(layer_types) - set(kinds))
     if unknown:
         raise ModelError(f"layer_types: {', '.join(unknown)} not supported; known: {list(kinds)}")
+    if window is None and "sliding_attention" in layer_types:
+        raise ModelError(
+            "layer_types has sliding_attention, but no sliding_window is set or in use"
+        )
     return tuple(kinds[kind] for kind in layer_types)
 
 
 def alternating_windows(hf: Mapping[str, Any], period: int, window: int | None) -> tuple:
     """Windows by `layer_types`, or, where it is missing, none in every `period`-th layer."""
-    layers = range(hf["num_hidden_layers"])
-    default = ["sliding_attention" if (i + 1) % period else "full_attention" for i in layers]
-    return windows_from_layer_types(hf.get("layer_types") or default, window)
+    (layers,) = require(hf, "num_hidden_layers")
+    kinds = ("sliding_attention" if (i + 1) % period else "full_attention" for i in range(layers))
+    return windows_from_layer_types(hf.get("layer_types") or kinds, window)
 
 
 def rope_from_hf(

@@ -65,8 +65,8 @@ def olmoe_config(hf: Mapping[str, Any]) -> ModelConfig:
         norm=NormConfig(eps=float(hf.get("rms_norm_eps", 1e-5))),
         qk_norm="across_heads",
         moe=MoEConfig(
-            num_experts=hf.get("num_experts", 64),
-            num_experts_per_tok=hf.get("num_experts_per_tok", 8),
+            num_experts=hf.get("num_experts") or 64,
+            num_experts_per_tok=hf.get("num_experts_per_tok") or 8,
             intermediate_size=intermediate,
             norm_topk_prob=bool(hf.get("norm_topk_prob", False)),
         ),

@@ -28,20 +28,24 @@ def qwen3_config(hf: Mapping[str, Any], **version: Any) -> ModelConfig:
         hf,
         **projection_biases(hf),
         head_dim=hf.get("head_dim", 128),
-        sliding_windows=_windows(hf),
         qk_norm="shared",
-        **version,
+        **{"sliding_windows": _windows(hf)} | version,
     )
 
 
 def qwen3_moe_config(hf: Mapping[str, Any]) -> ModelConfig:
-    """Translate `Qwen3MoeConfig`: Qwen3, and in every `decoder_sparse_step`-th layer experts."""
+    """Translate `Qwen3MoeConfig`: Qwen3, and in every `decoder_sparse_step`-th layer experts.
+
+    A window holds in every layer, whatever `max_window_layers` says: the reference reads it so.
+    """
     layers, num_experts, visited, intermediate = require(
         hf, "num_hidden_layers", "num_experts", "num_experts_per_tok", "moe_intermediate_size"
     )
     step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
     return qwen3_config(
         hf,
+        sliding_windows=(hf.get("sliding_window") if hf.get("use_sliding_window") else None,)
+        * layers,
         moe=MoEConfig(
             num_experts=num_experts,
             num_experts_per_tok=visited,
@@ -57,7 +61,9 @@ def _windows(hf: Mapping[str, Any]) -> tuple:
     (layers,) = require(hf, "num_hidden_layers")
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
     first = hf.get("max_window_layers", 28)
-    default = ("sliding_attention" if i >= first else "full_attention" for i in range(layers))
+    default = (
+        "sliding_attention" if window and i >= first else "full_attention" for i in range(layers)
+    )
     return windows_from_layer_types(hf.get("layer_types") or default, window)
 
 

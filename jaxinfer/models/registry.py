@@ -69,7 +69,15 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     Raises:
         ModelError: None does; the message lists those that exist.
     """
-    architectures = hf.get("architectures") or []
+    architectures = hf.get("architectures")
+    if architectures is None:
+        architectures = []
+    if not isinstance(architectures, list | tuple) or not all(
+        isinstance(name, str) for name in architectures
+    ):
+        raise ModelError(
+            f"config.json: architectures must be a list of names, got {architectures!r:.80}"
+        )
     for family in _FAMILIES:
         if any(a in family.architectures for a in architectures):
             return family
@@ -77,6 +85,6 @@ def family_of(hf: Mapping[str, Any]) -> Family:
         for family in _FAMILIES:
             if hf.get("model_type") in family.model_types:
                 return family
-    asked = ", ".join(architectures) or hf.get("model_type") or "none named"
+    asked = ", ".join(architectures) or str(hf.get("model_type") or "none named")
     known = ", ".join(a for f in _FAMILIES for a in f.architectures)
     raise ModelError(f"architecture {asked} is not supported; supported: {known}")

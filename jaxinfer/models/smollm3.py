@@ -24,7 +24,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     rotated = hf.get("no_rope_layers") or [(i + 1) % interval > 0 for i in range(layers)]
     rope = rope_from_hf(hf, hf.get("head_dim") or hidden // heads, rope_theta=2_000_000.0)
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    default = ("full_attention" if flag else "sliding_attention" for flag in rotated)
+    default = ("sliding_attention" if window and not flag else "full_attention" for flag in rotated)
     return decoder_config(
         hf,
         **projection_biases(hf),

@@ -22,6 +22,8 @@ class TensorInfo(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 @runtime_checkable
@@ -176,14 +178,14 @@ def _check(
         faults += [f"missing: {name}" for name in missing]
         if missing:
             continue
+        faults += _quantized(source, filling)
         expected = tuple(parameters[path].shape)
         if expected != filling.shape(source, config):
             shapes = ", ".join(f"{n} {list(source.info(n).shape)}" for n in filling.sources)
             faults.append(f"misshapen: {shapes}; expected to make up {path} {list(expected)}")
     # Behind the last layer, some checkpoints keep layers that draft tokens.
     drafts = (f"model.layers.{config.num_hidden_layers}.",) if family.drafts else ()
-    # A tied model's checkpoint may carry the head all the same.
-    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    tied = _tied_heads(family, config) & present
     faults += [
         f"unexpected: {name}"
         for name in sorted(present - used - tied)
@@ -193,4 +195,40 @@ def _check(
         raise ModelError(
             f"the checkpoint does not fit a {family.name} model of this config "
             f"({len(faults)} faults):\n  " + "\n  ".join(faults)
+        )
+    (embedding,) = fillings["embed.embedding"].sources
+    for head in tied:
+        _check_tied(source, head, embedding)
+
+
+# Of whole numbers and of one byte: they mean something only together with scales.
+_CODES = ("int", "uint", "bool", "float8", "I8", "I16", "I32", "I64")
+
+
+def _quantized(source: TensorSource, filling: _Filling) -> list[str]:
+    """Faults of tensors that hold codes where weights are wanted."""
+    dtypes = {name: source.info(name).dtype for name in filling.sources}
+    return [
+        f"quantized: {name} is stored as {dtype}, which is not supported here"
+        for name, dtype in dtypes.items()
+        if dtype.startswith(_CODES) and not filling.weight.packed
+    ]
+
+
+def _tied_heads(family: Family, config: ModelConfig) -> set[str]:
+    """Names under which a tied model's checkpoint may carry its head all the same."""
+    if not config.tie_word_embeddings:
+        return set()
+    heads = (weight for weight in family.weights if weight.target == "lm_head.kernel")
+    return {name for head in heads for name in head.sources}
+
+
+def _check_tied(source: TensorSource, head: str, embedding: str) -> None:
+    """Raise if a head that need not be there says something else than the embedding."""
+    ours, theirs = source.read(head), source.read(embedding)
+    if ours.shape != theirs.shape or not np.array_equal(ours, theirs):
+        raise ModelError(
+            f"the config ties the head to the embedding, but the checkpoint's {head} differs from "
+            f"{embedding}; if the head is trained, set tie_word_embeddings to false in the config, "
+            f"else remove it from the checkpoint"
         )

@@ -41,7 +41,7 @@ def source_of(name):
 
 def settled(config):
     """Every value of a `ModelConfig`, floats as close as float32 keeps them."""
-    values = dataclasses.asdict(family_of(config).config(config))
+    values = dataclasses.asdict(family_of(config).translate(config))
     return json.loads(json.dumps(values), parse_float=lambda text: float(f"{float(text):.6g}"))
 
 

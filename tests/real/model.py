@@ -52,7 +52,7 @@ class RealModel:
     def load(cls, name: str | None = None, *, like: RealModel | None = None) -> RealModel:
         """Load a checkpoint and compile; or take the programs of `like`, of the same sizes."""
         source = ModelSource.open(name)
-        model_config = family_of(source.config).config(source.config)
+        model_config = family_of(source.config).translate(source.config)
         config = resolve(SETTINGS, model_config)
         mesh = make_mesh()
         model, parameters = load_model(source, model_config, mesh, jnp.dtype(config.dtype))

@@ -85,8 +85,17 @@ class TestEndOfTurn:
 
     def test_ids_outside_the_vocabulary_do_not_count(self):
         text = TextAssets(tokenizer_json=BYTE_LEVEL_JSON)
-        tokenizer = Tokenizer.from_assets(text, {"eos_token_id": 10**6}, {})
+        tokenizer = Tokenizer.from_assets(text, {"eos_token_id": [10**6, -1]}, {})
         assert max(tokenizer.eos_token_ids) < tokenizer.vocab_size
+        assert min(tokenizer.eos_token_ids) >= 0
+
+    @pytest.mark.parametrize("value", ["x", 1.5, True, {}, ["x"], [None, 2.0]])
+    @pytest.mark.parametrize("generation", [False, True])
+    def test_what_is_no_id_is_refused(self, value, generation):
+        text = TextAssets(tokenizer_json=BYTE_LEVEL_JSON)
+        configs = ({}, {"eos_token_id": value}) if generation else ({"eos_token_id": value}, {})
+        with pytest.raises(ModelError, match="eos_token_id must be"):
+            Tokenizer.from_assets(text, *configs)
 
     def test_a_null_id_is_no_id(self):
         Tokenizer.from_assets(TextAssets(tokenizer_json=BYTE_LEVEL_JSON), {"eos_token_id": None})
