@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import RaggedBatch, paged_attention, slot_coordinates
 from pallas_kernels.shapes import Array, Float, Int
@@ -108,6 +110,8 @@ class PagedAttend:
         slot_mapping: Where each token is written, by group.
         layer_groups: Each layer's group.
         impl: See `pallas_kernels.paged_attention`.
+        sharding: Of the pages. Where several devices hold them, each stores and attends to its own
+            heads: XLA cannot divide a kernel.
     """
 
     def __init__(
@@ -118,6 +122,7 @@ class PagedAttend:
         *,
         layer_groups: Sequence[int],
         impl: str,
+        sharding: NamedSharding,
     ):
         self._keys, self._values = list(cache.keys), list(cache.values)
         self._token_ids = cache.token_ids
@@ -125,6 +130,7 @@ class PagedAttend:
         self._slots = [slot_coordinates(slots, cache.page_size) for slots in slot_mapping]
         self._layer_groups = layer_groups
         self._impl = impl
+        self._sharding = sharding
 
     @property
     def cache(self) -> KVCache:
@@ -144,18 +150,56 @@ class PagedAttend:
     ) -> Float[Array, "T N H"]:
         group = self._layer_groups[layer]
         pages, offsets = self._slots[group]
-        # Padding tokens carry a slot behind the last page, which "drop" ignores.
-        self._keys[layer] = self._keys[layer].at[pages, :, offsets].set(k, mode="drop")
-        if v is not None:
-            self._values[layer] = self._values[layer].at[pages, :, offsets].set(v, mode="drop")
-        return paged_attention(
-            q,
-            self._keys[layer],
-            self._keys[layer] if v is None else self._values[layer],
-            self._batches[group],
+        store_and_attend = partial(
+            _store_and_attend,
             scale=scale,
             sliding_window=sliding_window,
             logit_softcap=logit_softcap,
-            sinks=sinks,
             impl=self._impl,
         )
+        if self._sharding.mesh.size > 1:
+            store_and_attend = self._on_own_heads(store_and_attend)
+        out, self._keys[layer], values = store_and_attend(
+            (q, k, v),
+            self._keys[layer],
+            None if v is None else self._values[layer],
+            (pages, offsets),
+            self._batches[group],
+            sinks,
+        )
+        if values is not None:
+            self._values[layer] = values
+        return out
+
+    def _on_own_heads(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let each device run the function on the heads that it holds."""
+        heads = self._sharding.spec[1]
+        by_head, whole = PartitionSpec(None, heads), PartitionSpec()
+        return jax.shard_map(
+            function,
+            mesh=self._sharding.mesh,
+            in_specs=(by_head, by_head, by_head, whole, whole, PartitionSpec(heads)),
+            out_specs=(by_head, by_head, by_head),
+            # A kernel does not tell which of its results differ from device to device.
+            check_vma=False,
+        )
+
+
+def _store_and_attend(
+    new: tuple[Array, Array, Array | None],
+    keys: Array,
+    values: Array | None,
+    slots: tuple[Array, Array],
+    batch: RaggedBatch,
+    sinks: Array | None,
+    **how: Any,
+) -> tuple[Array, Array, Array | None]:
+    """Return what the queries gather, and the pages with the new keys and values in them."""
+    q, k, v = new
+    pages, offsets = slots
+    # Padding tokens carry a slot behind the last page, which "drop" ignores.
+    keys = keys.at[pages, :, offsets].set(k, mode="drop")
+    if v is not None and values is not None:
+        values = values.at[pages, :, offsets].set(v, mode="drop")
+    out = paged_attention(q, keys, keys if values is None else values, batch, sinks=sinks, **how)
+    return out, keys, values

@@ -230,6 +230,7 @@ class StepPrograms:
             batch.slot_mapping,
             layer_groups=self._layer_groups,
             impl=self.config.attention_impl,
+            sharding=self._cache.keys[0].sharding,
         )
         hidden = self.backbone(leaves)(token_ids, batch.positions, attend)
         return attend.cache, hidden[batch.sample_tokens], hidden
