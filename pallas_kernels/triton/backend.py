@@ -6,7 +6,7 @@ here are also run by Pallas' interpreter (`interpret=True`), where `dot` is plai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,9 +17,6 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.shapes import Array
 
-ANYWHERE = pl.BlockSpec()
-"""A whole array, left in device memory; the kernel loads what it needs of it."""
-
 
 def call(
     kernel: Callable[..., None],
@@ -29,15 +26,14 @@ def call(
     out_shape: Any,
     num_warps: int,
     num_stages: int,
-    in_specs: Sequence[Any] | None = None,
-    out_specs: Any = None,
     input_output_aliases: dict[int, int] | None = None,
     interpret: bool = False,
 ) -> Callable[..., Any]:
-    """Return a function of arrays that runs `kernel` once for each point of `grid`."""
-    specs = {} if in_specs is None else {"in_specs": in_specs}
-    if out_specs is not None:
-        specs["out_specs"] = out_specs
+    """Return a function of arrays that runs `kernel` once for each point of `grid`.
+
+    The kernel is given whole arrays in device memory, and loads what it needs of them. Arrays that
+    are None are None in the kernel.
+    """
     return pl.pallas_call(
         kernel,
         grid=grid,
@@ -46,14 +42,12 @@ def call(
         compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
-        **specs,
     )
 
 
-def load(ref: Any, index: Any = (), *, mask: Array | None = None, other: Any = 0) -> Array:
-    """Load `ref[index]`; where `mask` is false, nothing is read and `other` is returned."""
-    view = ref.at[index] if index != () else ref
-    return plgpu.load(view, mask=mask, other=None if mask is None else other)
+def load(ref: Any, index: tuple[Any, ...], *, mask: Array) -> Array:
+    """Load `ref[index]`; where `mask` is false, nothing is read and the result is zero."""
+    return plgpu.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
 
 
 def store(ref: Any, index: Any, value: Array, *, mask: Array | None = None) -> None:
@@ -77,3 +71,27 @@ def dot(a: Array, b: Array, *, trans_b: bool = False, interpret: bool = False) -
         precision=precision,
         preferred_element_type=jnp.float32,
     )
+
+
+def product_dtype(query_dtype: Any, page_dtype: Any) -> Any:
+    """Return what queries, keys and values are multiplied in; 1-byte pages become queries'."""
+    if jnp.dtype(page_dtype).itemsize == 1:
+        return jnp.dtype(query_dtype)
+    return jnp.promote_types(query_dtype, page_dtype)
+
+
+def check_offsets(*arrays: Array) -> None:
+    """Refuse arrays that the lowering would address wrongly.
+
+    Offsets count elements. They have 32 bits, sign included, unless an array has more than 2**32
+    bytes: between 2**31 elements of one byte and there, they overflow.
+
+    Raises:
+        NotImplementedError: Says which array.
+    """
+    for array in arrays:
+        if array.size >= 2**31 and array.size * array.dtype.itemsize <= 2**32:
+            raise NotImplementedError(
+                f"an array {array.dtype.name}{list(array.shape)} of 2 to 4 GiB cannot be addressed "
+                "by the portable GPU kernels; take fewer pages, or more than 4 GiB of them a layer"
+            )
