@@ -45,9 +45,11 @@ def call(
     )
 
 
-def load(ref: Any, index: tuple[Any, ...], *, mask: Array) -> Array:
+def load(ref: Any, index: tuple[Any, ...], *, mask: Array | None = None) -> Array:
     """Load `ref[index]`; where `mask` is false, nothing is read and the result is zero."""
-    return plgpu.load(ref.at[index], mask=mask, other=jnp.zeros((), ref.dtype))
+    view = ref.at[index]
+    other = None if mask is None else jnp.zeros((), ref.dtype)
+    return plgpu.load(view, mask=mask, other=other)
 
 
 def store(ref: Any, index: Any, value: Array, *, mask: Array | None = None) -> None:
@@ -71,6 +73,24 @@ def dot(a: Array, b: Array, *, trans_b: bool = False, interpret: bool = False) -
         precision=precision,
         preferred_element_type=jnp.float32,
     )
+
+
+def exp2(x: Array, *, interpret: bool = False) -> Array:
+    """Return 2 ** x for float32 as the hardware has it.
+
+    Results too small for a normal number are 0; the library's function spends four more
+    instructions to have them.
+    """
+    if interpret:
+        return jnp.exp2(x)
+    [result] = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
 
 
 def product_dtype(query_dtype: Any, page_dtype: Any) -> Any:
