@@ -14,6 +14,7 @@ together:
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,8 @@ from pallas_kernels.ragged_batch import RaggedBatch
 from pallas_kernels.shapes import Array, Float
 from pallas_kernels.tiles import DecodeTiles
 from pallas_kernels.triton import backend
-from pallas_kernels.triton.decode_kernels import (
-    DecodeShape,
-    combine_kernel,
-    split_kernel,
-    whole_kernel,
-)
+from pallas_kernels.triton.decode_kernels import combine_kernel, split_kernel, whole_kernel
+from pallas_kernels.triton.decode_shape import DecodeShape
 
 FIXED_SPLIT_LEN = 1024
 """Keys of a split where a row's result must not depend on other rows."""
@@ -35,6 +32,10 @@ FIXED_SPLIT_LEN = 1024
 NUM_PROGRAMS = 512
 """Programs that keep any GPU's memory busy: three or four for each of up to 148 multiprocessors.
 Fewer are split."""
+
+MAX_TILE_ROWS = 64
+"""Tokens × query heads that one program computes; half as many of float32. More would not fit the
+shared memory of small GPUs."""
 
 MIN_SPLIT_BLOCKS = 2
 """Smaller splits would cost more to start and combine than they save. Empirical."""
@@ -95,6 +96,8 @@ def paged_decode(
     B, P = batch.page_table.shape
     num_rows = min(B, T)
     max_keys = P * page_size
+    most_rows = MAX_TILE_ROWS if q.dtype.itemsize == 2 else MAX_TILE_ROWS // 2
+    tile_tokens = max(1, min(max_query_len, most_rows // (N // K)))
     # What a row's tokens can see of its keys.
     most_seen = min(max_keys, (sliding_window or max_keys) + max_query_len - 1)
     shape = DecodeShape(
@@ -104,6 +107,7 @@ def paged_decode(
         num_pages=num_pages,
         max_keys=max_keys,
         max_query_len=max_query_len,
+        tile_tokens=tile_tokens,
         rows_are_tokens=max_query_len == 1 and num_rows == T,
         scale=scale,
         sliding_window=sliding_window,
@@ -112,7 +116,7 @@ def paged_decode(
         split_blocks=split_len and split_len // tiles.block_k,
         min_split_blocks=MIN_SPLIT_BLOCKS,
         num_splits=(
-            _even_splits(most_seen, num_rows * K, tiles)
+            _even_splits(most_seen, num_rows * K * -(-max_query_len // tile_tokens), tiles)
             if split_len is None
             else _fixed_splits(most_seen, max_keys, split_len)
         ),
@@ -124,18 +128,18 @@ def paged_decode(
     inputs = (q, k_pages, v_pages, k_scales, v_scales, batch.page_table, *rows)
     call = partial(
         backend.call,
-        num_warps=tiles.num_warps,
+        num_warps=max(tiles.num_warps, _least_warps(shape, q.dtype)),
         num_stages=tiles.num_stages,
         interpret=interpret,
     )
     if shape.num_splits == 1:
-        last, name, grid = whole_kernel, "paged_decode", (num_rows, K)
+        last, name, grid = whole_kernel, "paged_decode", (num_rows * shape.num_tiles, K)
     else:
-        parts = (num_rows, K, shape.num_splits, max_query_len * shape.group)
+        parts = (num_rows, max_query_len, N, shape.num_splits)
         parts = call(
             partial(split_kernel, shape=shape),
             name="paged_decode_splits",
-            grid=parts[:3],
+            grid=(num_rows * shape.num_tiles, K, shape.num_splits),
             out_shape=tuple(
                 jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((*parts, H), parts, parts)
             ),
@@ -150,6 +154,12 @@ def paged_decode(
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={} if base is None else {len(jax.tree.leaves(inputs)) - 1: 0},
     )(*inputs)
+
+
+def _least_warps(shape: DecodeShape, dtype: Any) -> int:
+    """Return how many warps can hold a tile's sums in their registers."""
+    per_warp = 2048 if jnp.dtype(dtype).itemsize == 2 else 1024
+    return min(16, max(1, shape.padded_rows * shape.padded_dim // per_warp))
 
 
 def _even_splits(most_seen: int, num_programs: int, tiles: DecodeTiles) -> int:
