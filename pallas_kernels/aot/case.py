@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -19,17 +19,23 @@ WIDE: Mapping[str, str] = {**NARROW, "h100": "HGMMA", "b200": "UTCHMMA"}
 """Matrix instruction of tiles that fill a warpgroup (Hopper) or tensor memory (Blackwell)."""
 
 
+class Jitted(Protocol):
+    """What `jax.jit` returns, as far as compiling needs it."""
+
+    def lower(self, *args: Any) -> jax.stages.Lowered: ...
+
+
 @dataclass(frozen=True)
 class Program:
     """A function to be compiled.
 
     Attributes:
-        function: Plain, or jitted where something is donated.
+        function: Plain; or jitted, where something is donated.
         args: Trees of `jax.ShapeDtypeStruct`. Those without a sharding are replicated.
         inspect: Facts read off the compiled program, in a form that JSON can carry.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Any] | Jitted
     args: tuple[Any, ...]
     inspect: Callable[[jax.stages.Compiled], dict[str, Any]] | None = None
 

@@ -20,7 +20,8 @@ class KernelReport:
         stack_bytes: Local memory of a thread.
         shared_bytes: Of a thread block, static and dynamic.
         threads: Of a thread block; 0 where unknown.
-        instructions: How often each opcode occurs, e.g. {"HGMMA": 12}.
+        instructions: How often each opcode occurs, e.g. {"HGMMA": 12}; only of the case's own
+            kernels.
     """
 
     name: str

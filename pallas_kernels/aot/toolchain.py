@@ -1,8 +1,8 @@
 """The CUDA compiler without CUDA: which packages it takes, where they lie, who sees them.
 
-A `.gpu` folder beside an environment's packages would make every CPU user's `import jax` load a GPU
-plugin and complain about missing drivers. So the packages lie apart, and only the processes that
-compile have them on their path.
+Among an environment's packages they would make every `import jax` load a GPU plugin and complain
+that there is no driver. So they lie apart, and only the processes that compile have them on their
+path.
 """
 
 from __future__ import annotations
