@@ -50,7 +50,7 @@ class Case:
         kernels: Beginnings of the names of the kernels that the program must contain.
         chips: Names in `CHIPS`.
         num_devices: Chips in the mesh.
-        matrix: Matrix instruction by chip that the kernels must use; none, none is looked for.
+        matrix: By kernel, the matrix instruction by chip that it must use.
         default: Part of the default test run; the rest takes longer than it may.
     """
 
@@ -59,7 +59,7 @@ class Case:
     kernels: tuple[str, ...] = ()
     chips: Sequence[str] = tuple(CHIPS)
     num_devices: int = 1
-    matrix: Mapping[str, str] = field(default_factory=dict)
+    matrix: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     default: bool = True
 
 
