@@ -8,6 +8,7 @@ from jaxinfer.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+ATTENTION_IMPLS = ("auto", "xla", "pallas", "triton", "interpret")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,9 @@ class EngineConfig:
         scheduling_policy: "fcfs", or "priority" (lower `priority` first, then arrival).
         overlap: Dispatch a step before the tokens of the previous one reach the host.
         warmup: Compile every bucket before serving. Off: compile on first use (tests, scripts).
+        attention_impl: "auto" takes our kernels on GPUs that have them and XLA elsewhere; "pallas"
+            insists on kernels, "triton" on the portable ones, "xla" on none; "interpret" runs the
+            portable ones step by step on any device, for tests.
         tensor_parallel_size: Devices that share each layer.
         seed: Makes the seeds of unseeded requests reproducible. None: random per process.
         max_logprobs: Most alternatives per token a request may ask for.
@@ -54,6 +58,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     overlap: bool = True
     warmup: bool = True
+    attention_impl: str = "auto"
     tensor_parallel_size: int = 1
     seed: int | None = None
     max_logprobs: int = 20
@@ -64,6 +69,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _one_of("attention_impl", self.attention_impl, ATTENTION_IMPLS)
         if self.quantization is not None:
             raise ConfigError(
                 f"{self.quantization=} is not supported yet; leave it out to run at `dtype`"

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
+from jaxinfer.kv_cache import CacheShape
 from jaxinfer.memory import cache_bytes
 from jaxinfer.models import ModelConfig
 from jaxinfer.page_groups import most_window_pages
 from jaxinfer.step_programs import RunnerConfig, cache_shape
+from pallas_kernels.capability import Problem, choose, current_device
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         )
         # Again, for a shorter sequence some windows may hide nothing.
         wanted = room
+    _check_attention(config, shape)
     resolved = dataclasses.replace(
         config,
         dtype=dtype,
@@ -73,6 +76,21 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         sum(n * size for n, size in zip(counts, page_bytes, strict=True)) / 2**30,
     )
     return resolved
+
+
+def _check_attention(config: EngineConfig, shape: CacheShape) -> None:
+    """Refuse an attention implementation that this device or model cannot have, before loading."""
+    problem = Problem(
+        dtype=shape.dtype,
+        kv_dtype=shape.dtype,
+        head_dim=shape.head_dim,
+        page_size=config.page_size,
+    )
+    try:
+        chosen = choose(config.attention_impl, current_device(), problem)
+    except NotImplementedError as error:
+        raise ConfigError(f"attention_impl: {error}") from error
+    logger.info("attention: %s", chosen)
 
 
 def _page_counts(
@@ -128,4 +146,5 @@ def runner_config(config: EngineConfig, model_config: ModelConfig) -> RunnerConf
         dtype=jnp.dtype(config.dtype),
         windows=model_config.windows_within(config.max_model_len),
         num_window_pages=config.num_window_pages or 0,
+        attention_impl=config.attention_impl,
     )

@@ -16,8 +16,13 @@ GENERATIONS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 """GPU generations with tile sizes of their own: A100, L4 and RTX 40, H100 and H200, B200, RTX 50
 and RTX PRO 6000."""
 
+IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton", "interpret")
+"""Names of attention implementations. "auto": kernels where the device has them, else XLA. "xla":
+plain jnp. "pallas": kernels, whichever the device does best. "triton": the portable ones.
+"interpret": the portable ones by Pallas' interpreter, on any device; slow, for tests."""
+
 MAX_HEAD_DIM = 256
-QUERY_DTYPES = ("bfloat16", "float16", "float32")
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 SCALED_DTYPES = ("int8", "float8_e4m3fn")
 """Dtypes of pages that have a scale per token and head."""
 
@@ -78,35 +83,85 @@ def current_device() -> Device:
     return device_of(default if isinstance(default, jax.Device) else jax.devices()[0])
 
 
-def why_not_triton(
-    device: Device, *, q_dtype: Any, kv_dtype: Any, head_dim: int, page_size: int
-) -> str | None:
-    """Say why the portable GPU kernels cannot do this; None if they can."""
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What of an attention call decides who can compute it.
+
+    Attributes:
+        dtype: Of the queries.
+        kv_dtype: Of the pages.
+        head_dim: H.
+        page_size: Tokens per page.
+    """
+
+    dtype: Any
+    kv_dtype: Any
+    head_dim: int
+    page_size: int
+
+    @classmethod
+    def of(cls, q: jax.Array, k_pages: jax.Array) -> Problem:
+        """Describe a call by its arrays [T, N, H] and [num_pages, K, page_size, H]."""
+        _, _, page_size, head_dim = k_pages.shape
+        return cls(dtype=q.dtype, kv_dtype=k_pages.dtype, head_dim=head_dim, page_size=page_size)
+
+
+def choose(impl: str, device: Device, problem: Problem) -> str:
+    """Return who computes: "xla", "triton" or "interpret".
+
+    Args:
+        impl: One of `IMPLEMENTATIONS`.
+        device: Where.
+        problem: What.
+
+    Raises:
+        NotImplementedError: What was forced cannot be had here; says why and what can.
+    """
+    if impl not in IMPLEMENTATIONS:
+        raise NotImplementedError(
+            f"attention implementation {impl!r} is not available; use one of "
+            f"{', '.join(IMPLEMENTATIONS)}"
+        )
+    if impl == "xla":
+        return impl
+    why_not = _why_never(problem)
+    if impl != "interpret":
+        why_not = _why_not_on(device, problem) or why_not
+    if why_not is None:
+        return "interpret" if impl == "interpret" else "triton"
+    if impl == "auto":
+        return "xla"
+    raise NotImplementedError(
+        f"attention implementation {impl!r} {why_not}; use 'xla', or 'auto' to take what there is"
+    )
+
+
+def _why_not_on(device: Device, problem: Problem) -> str | None:
+    """Say why the portable GPU kernels cannot do this on this device; None if they can."""
     if device.generation is None:
-        return f"needs an NVIDIA GPU of {', '.join(GENERATIONS)}; this device is {device.kind}"
-    return why_never(q_dtype, kv_dtype, head_dim, page_size) or _why_not_fp8(device, kv_dtype)
-
-
-def why_never(q_dtype: Any, kv_dtype: Any, head_dim: int, page_size: int) -> str | None:
-    """Say why no device can do this with the portable GPU kernels; None if one can."""
-    q_name, kv_name = jnp.dtype(q_dtype).name, jnp.dtype(kv_dtype).name
-    if q_name not in QUERY_DTYPES:
-        return f"takes queries of {', '.join(QUERY_DTYPES)}, got {q_name}"
-    if kv_name not in (*QUERY_DTYPES, *SCALED_DTYPES):
-        return f"takes pages of {', '.join((*QUERY_DTYPES, *SCALED_DTYPES))}, got {kv_name}"
-    if head_dim > MAX_HEAD_DIM:
-        return f"takes head dims up to {MAX_HEAD_DIM}, got {head_dim}"
-    if page_size & (page_size - 1):
-        return f"takes pages of a power of two of tokens, got {page_size}"
-    return None
-
-
-def _why_not_fp8(device: Device, kv_dtype: Any) -> str | None:
-    name = jnp.dtype(kv_dtype).name
+        return (
+            f"needs an NVIDIA GPU of generation {', '.join(GENERATIONS)}, and the device here is "
+            f"{device.kind!r}"
+        )
+    name = jnp.dtype(problem.kv_dtype).name
     if name.startswith("float8") and not device.has_fp8:
         major, minor = device.compute_capability or (0, 0)
         return (
-            f"cannot read {name} pages on {device.kind}: float8 needs compute capability 8.9, this "
-            f"one has {major}.{minor}; use int8 or bfloat16 pages"
+            f"cannot read {name} pages on {device.kind!r}: that takes compute capability 8.9, and "
+            f"it has {major}.{minor}; int8 pages would do"
         )
+    return None
+
+
+def _why_never(problem: Problem) -> str | None:
+    """Say why the portable GPU kernels can do this nowhere; None if they can."""
+    dtype, kv_dtype = jnp.dtype(problem.dtype).name, jnp.dtype(problem.kv_dtype).name
+    if dtype not in FLOAT_DTYPES:
+        return f"takes queries of {', '.join(FLOAT_DTYPES)}, got {dtype}"
+    if kv_dtype not in (*FLOAT_DTYPES, *SCALED_DTYPES):
+        return f"takes pages of {', '.join((*FLOAT_DTYPES, *SCALED_DTYPES))}, got {kv_dtype}"
+    if problem.head_dim > MAX_HEAD_DIM:
+        return f"takes head dims up to {MAX_HEAD_DIM}, got {problem.head_dim}"
+    if problem.page_size & (problem.page_size - 1):
+        return f"takes pages of a power of two of tokens, got {problem.page_size}"
     return None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels.capability import GENERATIONS
+from pallas_kernels.capability import GENERATIONS, SCALED_DTYPES
 
 TABLE = "tiles.json"
 """The measured sizes, in this package."""
@@ -115,16 +115,20 @@ def decode_tiles(key: TileKey) -> DecodeTiles:
 
 
 def default_prefill_tiles(key: TileKey) -> PrefillTiles:
-    """Return sizes that fit the shared memory and registers of every chip of the generation."""
-    if key.dtype == "float32":
+    """Return sizes that fit the shared memory and registers of every chip of the generation.
+
+    Found by compiling: the largest tiles without spills. What limits is the accumulator, block_q x
+    head dim numbers of 32 bits in the registers of all warps, beside the pointers of the keys.
+    """
+    if key.dtype == "float32" or key.kv_dtype == "float32":
         return PrefillTiles(block_q=32, block_k=32, num_warps=4, num_stages=1)
-    block_q = 128 if key.head_dim <= 128 and key.generation in ("sm_90", "sm_100") else 64
-    return PrefillTiles(
-        block_q=block_q,
-        block_k=64 if key.head_dim <= 128 else 32,
-        num_warps=8 if block_q * key.head_dim > 8192 else 4,
-        num_stages=2,
-    )
+    if key.generation in ("sm_90", "sm_100"):
+        return PrefillTiles(block_q=128, block_k=64, num_warps=8, num_stages=2)
+    if key.head_dim > 128:
+        return PrefillTiles(block_q=64, block_k=32, num_warps=8, num_stages=2)
+    # Pages of one byte are converted in registers.
+    block_k = 32 if key.kv_dtype in SCALED_DTYPES else 64
+    return PrefillTiles(block_q=128, block_k=block_k, num_warps=8, num_stages=2)
 
 
 def default_decode_tiles(key: TileKey) -> DecodeTiles:

@@ -40,6 +40,10 @@ without a visible key gather is scaled to zero by their first visible one."""
 MIN_PART = 16
 """Columns of the narrowest matrix product."""
 
+MAX_FLOAT32_PART = 64
+"""Columns of the widest product in float32, whose operands are split in registers: wider ones do
+not fit there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
@@ -97,10 +101,11 @@ class _Shape:
         Widths are powers of two, which the hardware asks for, without the waste of rounding the
         whole up: 80 is 64 + 16 and not 128.
         """
+        widest = MAX_FLOAT32_PART if self.product_dtype == jnp.float32 else 1 << 30
         parts, start = [], 0
         left = -(-self.head_dim // MIN_PART) * MIN_PART
         while left:
-            width = 1 << (left.bit_length() - 1)
+            width = min(widest, 1 << (left.bit_length() - 1))
             parts.append((start, width))
             start, left = start + width, left - width
         return tuple(parts)
@@ -138,7 +143,7 @@ def paged_prefill(
         v_pages: Values by page.
         batch: Which tokens and pages belong together.
         out: What to return for all other tokens; None for zeros.
-        scale: Multiplies the scores.
+        scale: Multiplies the scores; positive.
         sliding_window: Keys visible to a token, itself included; None for all.
         logit_softcap: Scores become `cap * tanh(score / cap)`.
         sinks: Per head, a score that takes part in the softmax with a value of zero.
@@ -149,7 +154,14 @@ def paged_prefill(
 
     Returns:
         [T, N, H] in q's dtype.
+
+    Raises:
+        ValueError: The scale is not positive.
+        NotImplementedError: The pages of a layer are so many that offsets into them overflow.
     """
+    if scale <= 0:
+        raise ValueError(f"{scale=} must be positive: the largest score must stay the largest")
+    backend.check_offsets(k_pages, v_pages)
     T, N, H = q.shape
     num_pages, K, page_size, _ = k_pages.shape
     B, P = batch.page_table.shape

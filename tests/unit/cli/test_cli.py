@@ -106,6 +106,7 @@ OTHER_VALUES: dict[str, Any] = {
     "served_model_name": "name",
     "compilation_cache_dir": "",
     "tensor_parallel_size": 2,
+    "attention_impl": "xla",
 }
 REFUSED_SO_FAR = {"quantization"}
 
