@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.kv_pages import product_dtype as product_dtype
 from pallas_kernels.shapes import Array
 
 
@@ -91,13 +92,6 @@ def exp2(x: Array, *, interpret: bool = False) -> Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
     return result
-
-
-def product_dtype(query_dtype: Any, page_dtype: Any) -> Any:
-    """Return what queries, keys and values are multiplied in; 1-byte pages become queries'."""
-    if jnp.dtype(page_dtype).itemsize == 1:
-        return jnp.dtype(query_dtype)
-    return jnp.promote_types(query_dtype, page_dtype)
 
 
 def check_offsets(*arrays: Array) -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.kv_pages import product_dtype
 from pallas_kernels.shapes import Array
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.backend import load, store
@@ -171,7 +172,7 @@ def _attend(
     """
     d = iota(shape.padded_dim)
     in_head = (d < shape.head_dim)[None, :]
-    dtype = backend.product_dtype(q_ref.dtype, k_ref.dtype)
+    dtype = product_dtype(q_ref.dtype, k_ref.dtype)
     q = load(
         q_ref,
         ((row.first_token + tile.tokens)[:, None], tile.heads[:, None], d[None, :]),
