@@ -19,6 +19,7 @@ cycle = 0.6 µs, hidden behind the other warpgroup's products. So products are t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -39,8 +40,12 @@ from pallas_kernels.shapes import Array, Float, Int
 CONSUMERS = 2
 """Warpgroups that compute."""
 
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40
-"""Registers a thread: 2 × 232 + 40 are within the 512 that three warpgroups share."""
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 32
+"""Registers a thread: 2 × 240 + 32 are within the 512 that three warpgroups share."""
+
+MOST_UNMASKED = 192
+"""Head dims above this mask every step: the bounds of three loops would be spilled beside an
+accumulator of 128 registers, and per product of so many columns a mask costs little."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +293,8 @@ class _Tile:
         if window is not None:
             first_key = jnp.maximum(first - window + 1, 0)
             first_key -= lax.rem(first_key, jnp.int32(shape.copy_len))
-        num_steps = jnp.where(seq_len > 0, pl.cdiv(end - first_key, block_k), 0)
+        has_keys = (seq_len > 0) & (start < stop)
+        num_steps = jnp.where(has_keys, pl.cdiv(end - first_key, block_k), 0)
         full_end = lax.div(jnp.maximum(first + 1 - first_key, 0), block_k)
         if window is not None:
             hidden = jnp.maximum(end - window - first_key, 0)
@@ -313,26 +319,33 @@ def _kernel(
     *sinks_ref, out_ref = refs
     wg = lax.axis_index("wg")
     heads = lax.axis_index("heads")
-    tile = _Tile.read(work_ref, lax.axis_index("tile"), shape)
     ring = make_ring(ring_type, shape.tiles.num_stages, scratch)
+    # Read again wherever it is needed: scalars that are live across a change of registers, or
+    # across the loop for the sake of its end, would be spilled.
+    read_tile = lambda: _Tile.read(work_ref, lax.axis_index("tile"), shape)  # noqa: E731
 
-    @pl.when((tile.start < tile.stop) & (wg == CONSUMERS))
+    @pl.when(wg == CONSUMERS)
     def _load():
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        tile = read_tile()
         head = lax.div(heads * shape.heads_per_tile, jnp.int32(shape.group))
         pages = Pages(table_ref, tile.row, head, tile.seq_len, shape.copy_len, shape.page_size)
         load_blocks(pages, k_ref, v_ref, ring, tile.first_key, tile.num_steps)
 
-    @pl.when((tile.start < tile.stop) & (wg < CONSUMERS))
+    @pl.when(wg < CONSUMERS)
     def _compute():
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        group = _Group(shape, tile, ring, wg, heads, scratch)
-        group.load_queries(q_ref)
-        sinks = None
-        if sinks_ref:
-            sinks = plgpu.load(sinks_ref[0].at[heads], layout=TILE.reduce(1), optimized=False)
-        out = group.attend(softmax.start(shape.head_dim, sinks))
-        group.store(out, out_ref)
+        tile = read_tile()
+
+        @pl.when(tile.start < tile.stop)
+        def _():
+            group = _Group(shape, tile, ring, wg, heads, scratch)
+            group.load_queries(q_ref)
+            sinks = None
+            if sinks_ref:
+                sinks = plgpu.load(sinks_ref[0].at[heads], layout=TILE.reduce(1), optimized=False)
+            out = group.attend(softmax.start(shape.head_dim, sinks))
+            _Group(shape, read_tile(), ring, wg, heads, scratch).store(out, out_ref)
 
 
 @dataclass(frozen=True)
@@ -359,6 +372,16 @@ class _Group:
     def first_token(self) -> Array:
         return self.wg * self.shape.group_tokens
 
+    @cached_property
+    def distance(self) -> Array:
+        """Position of its first token, counted from the first key of step 0."""
+        return self.tile.position + self.first_token - self.tile.first_key
+
+    @cached_property
+    def num_keys(self) -> Array:
+        """Keys of the row, counted from there."""
+        return self.tile.seq_len - self.tile.first_key
+
     @property
     def head_ids(self) -> list[Array]:
         first = self.heads * self.shape.heads_per_tile
@@ -377,12 +400,16 @@ class _Group:
     def attend(self, state: Running) -> Array:
         """Return the output of all keys, float32 [ROWS, H]."""
         tile = self.tile
+        _ = self.distance, self.num_keys  # outside of the loops
         pl.when(self.wg == 1)(self.take_turns)
         step = lambda masked: lambda i, state: self.step(i, state, masked=masked)  # noqa: E731
-        if self.shape.sliding_window is not None:
-            state = lax.fori_loop(jnp.int32(0), tile.full_start, step(True), state)
-        state = lax.fori_loop(tile.full_start, tile.full_end, step(False), state)
-        state = lax.fori_loop(tile.full_end, tile.num_steps, step(True), state)
+        if self.shape.head_dim > MOST_UNMASKED:
+            state = lax.fori_loop(jnp.int32(0), tile.num_steps, step(True), state)
+        else:
+            if self.shape.sliding_window is not None:
+                state = lax.fori_loop(jnp.int32(0), tile.full_start, step(True), state)
+            state = lax.fori_loop(tile.full_start, tile.full_end, step(False), state)
+            state = lax.fori_loop(tile.full_end, tile.num_steps, step(True), state)
         pl.when(self.wg == 0)(self.take_turns)
         return softmax.finish(state)
 
@@ -396,6 +423,10 @@ class _Group:
         slot = ring.slot(step)
         queries = self.scratch["qo"][0].at[self.wg]
         ring.wait_full("k", step)
+        if masked:
+            # Here and not before their product, since scores and weights take no registers yet.
+            ring.wait_full("v", step)
+            self.clear_unused_values(step)
 
         def multiply(products_ref):
             plgpu.wgmma(products_ref, queries, ring.k.at[slot].transpose((1, 0)))
@@ -410,9 +441,8 @@ class _Group:
         state, weights = softmax.see(state, scores, rule.log2_scale)
         weights = weights.astype(self.shape.dtype)
         self.take_turns()
-        ring.wait_full("v", step)
-        if masked:
-            self.clear_unused_values(step)
+        if not masked:
+            ring.wait_full("v", step)
         acc = accumulate(state.acc, weights, ring.v.at[slot], interpret=self.shape.interpret)
         ring.release("v", step)
         return state._replace(acc=acc)
@@ -422,20 +452,20 @@ class _Group:
         token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE)
         token &= self.shape.group_tokens - 1
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
-        first_key = self.tile.first_key + step * self.shape.tiles.block_k
-        distance = self.tile.position + self.first_token - first_key
-        seen = key - token <= distance
+        # Differences of keys and tokens would be the same in all steps, and be kept in registers.
+        key += step * self.shape.tiles.block_k - self.distance
+        seen = key <= token
         if self.shape.sliding_window is not None:
-            seen &= key - token > distance - self.shape.sliding_window
+            seen &= key > token - self.shape.sliding_window
         return seen
 
     def clear_unused_values(self, step: Array) -> None:
         """Zero the block's slots behind the row's last key.
 
         Warpgroup 0 does it for both. It is one turn ahead: warpgroup 1 multiplies these values only
-        after a meeting that warpgroup 0 comes to after its own product.
+        after meetings that warpgroup 0 comes to later than here.
         """
-        used = self.tile.seq_len - self.tile.first_key - step * self.shape.tiles.block_k
+        used = self.num_keys - step * self.shape.tiles.block_k
 
         @pl.when((self.wg == 0) & (used < self.shape.tiles.block_k))
         def _():

@@ -65,7 +65,7 @@ class ScoreRule:
         if self.softcap is None:
             return products
         doubled = jnp.exp2(products * (2.0 * LOG2E * self.scale / self.softcap))
-        return self.softcap - (2.0 * self.softcap) / (1.0 + doubled)
+        return self.softcap - (2.0 * self.softcap) * (1.0 / (1.0 + doubled))
 
 
 def start(head_dim: int, row_max: Array | None) -> Running:
@@ -116,8 +116,7 @@ def clear_values_from(values, first: Array, *, head_dim: int, columns: int) -> N
         head_dim: H.
         columns: Columns of the reference's tiles.
     """
-    block_k = values.shape[0]
-    for row in range(0, block_k, ROWS):
+    for row in range(0, values.shape[0], ROWS):
         for column in range(0, head_dim, columns):
             part = values.at[row : row + ROWS, column : column + columns]
             block = plgpu.load(part, layout=TILE)
