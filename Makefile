@@ -48,7 +48,7 @@ gpu: ## Measure on this machine's GPU, at most 6 minutes (ARGS= for benchmarks/g
 gpu-compiler: $(COMPILER_STAMP) ## Install the compiler that needs no GPU (250 MB; Linux)
 
 gpu-table: $(COMPILER_STAMP) ## Compile every kernel for every chip and write the table of the docs
-	$(PYTHON) -m pallas_kernels.aot --all --write docs/reference/gpu-kernels.md
+	$(PYTHON) -m pallas_kernels.aot --processes 2 --write docs/reference/gpu-kernels.md
 
 newest-jax: ## Compile the kernels with the newest JAX on PyPI, in a throw-away environment
 	@.ci/newest-jax $(ARGS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from pallas_kernels.aot.case import cases_of
 from pallas_kernels.aot.chips import CHIPS
 from pallas_kernels.aot.driver import TIMEOUT_S, Job, compile_cases
-from pallas_kernels.aot.table import markdown
+from pallas_kernels.aot.table import markdown, write_page
 from pallas_kernels.aot.toolchain import Toolchain
 
 
@@ -36,7 +37,11 @@ def main() -> int:
     ]
     start = time.monotonic()
     reports = compile_cases(jobs, toolchain, timeout_s=args.timeout, processes=args.processes)
-    sys.stdout.write(markdown(reports, cases) + "\n")
+    table = markdown(reports, cases)
+    if args.write:
+        write_page(args.write, table)
+    else:
+        sys.stdout.write(table + "\n")
     sys.stderr.write(f"{len(jobs)} programs in {time.monotonic() - start:.0f} s\n")
     for report in reports if args.verbose else ():
         sys.stderr.write(f"{report.to_json()}\n")
@@ -53,6 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cases", default="pallas_kernels.aot.matrix", help="module with cases()")
     parser.add_argument("--chip", action="append", choices=CHIPS, help="only these; repeatable")
     parser.add_argument("--all", action="store_true", help="all cases, not only the default ones")
+    parser.add_argument("--write", type=Path, help="put the table into this page of the docs")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for one program")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--verbose", action="store_true", help="everything known, to stderr")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh
@@ -19,6 +19,7 @@ WIDE: Mapping[str, str] = {**NARROW, "h100": "HGMMA", "b200": "UTCHMMA"}
 """Matrix instruction of tiles that fill a warpgroup (Hopper) or tensor memory (Blackwell)."""
 
 
+@runtime_checkable
 class Jitted(Protocol):
     """What `jax.jit` returns, as far as compiling needs it."""
 

@@ -17,7 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.aot import assembly
-from pallas_kernels.aot.case import Case, cases_of
+from pallas_kernels.aot.case import Case, Jitted, cases_of
 from pallas_kernels.aot.chips import CHIPS, targeting
 from pallas_kernels.aot.report import KernelReport, Report
 from pallas_kernels.aot.toolchain import Toolchain
@@ -73,7 +73,7 @@ def _compile(case: Case, chip: str) -> dict[str, Any]:
         args = jax.tree.map(placed, program.args)
         # A jitted function may be jitted again, but then it donates nothing.
         function = program.function
-        jitted = function if hasattr(function, "lower") else jax.jit(function)
+        jitted = function if isinstance(function, Jitted) else jax.jit(function)
         compiled = jitted.lower(*args).compile()
         return program.inspect(compiled) if program.inspect else {}
 

@@ -83,7 +83,7 @@ def _case(
 
 
 def abstract_programs(
-    hf: dict[str, Any], mesh: Mesh, impl: str = "xla"
+    hf: dict[str, Any], mesh: Mesh, impl: str = "pallas"
 ) -> tuple[StepPrograms, KVCache]:
     """Return the programs and the pages of a model; weights and pages are but shapes."""
     config = RunnerConfig(
