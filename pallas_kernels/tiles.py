@@ -6,9 +6,9 @@ writes; a case that was never measured gets a default by rule.
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from importlib import resources
 from typing import Any, Literal
 
@@ -120,15 +120,17 @@ def default_prefill_tiles(key: TileKey) -> PrefillTiles:
     Found by compiling: the largest tiles without spills. What limits is the accumulator, block_q x
     head dim numbers of 32 bits in the registers of all warps, beside the pointers of the keys.
     """
-    if key.dtype == "float32" or key.kv_dtype == "float32":
-        return PrefillTiles(block_q=32, block_k=32, num_warps=4, num_stages=1)
-    if key.generation in ("sm_90", "sm_100"):
-        return PrefillTiles(block_q=128, block_k=64, num_warps=8, num_stages=2)
-    if key.head_dim > 128:
-        return PrefillTiles(block_q=64, block_k=32, num_warps=8, num_stages=2)
-    # Pages of one byte are converted in registers.
-    block_k = 32 if key.kv_dtype in SCALED_DTYPES else 64
-    return PrefillTiles(block_q=128, block_k=block_k, num_warps=8, num_stages=2)
+    sizes = partial(PrefillTiles, num_warps=8, num_stages=2)
+    if "float32" in (key.dtype, key.kv_dtype):
+        return sizes(block_q=32, block_k=32, num_stages=1)
+    wide = key.head_dim > 128
+    # Pages of one byte are converted in registers, which then are missing elsewhere.
+    scaled = key.kv_dtype in SCALED_DTYPES
+    if key.generation == "sm_90":
+        return sizes(block_q=128, block_k=32 if wide and scaled else 64)
+    if key.generation == "sm_100":
+        return sizes(block_q=128, block_k=32 if wide else 64)
+    return sizes(block_q=64 if wide else 128, block_k=32 if wide or scaled else 64)
 
 
 def default_decode_tiles(key: TileKey) -> DecodeTiles:
@@ -171,7 +173,7 @@ def write_table(entries: dict[tuple[Kernel, TileKey], Tiles]) -> str:
     return '{"entries": [\n  ' + body + "\n]}\n" if lines else '{"entries": []}\n'
 
 
-@functools.cache
+@cache
 def _table() -> dict[tuple[Kernel, TileKey], Tiles]:
     return read_table((resources.files("pallas_kernels") / TABLE).read_text())
 

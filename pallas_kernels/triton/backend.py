@@ -15,7 +15,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.kv_pages import product_dtype as product_dtype
 from pallas_kernels.shapes import Array
 
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.kv_pages import product_dtype
 from pallas_kernels.ragged_batch import RaggedBatch, tile_starts
 from pallas_kernels.shapes import Array, Float, Int
 from pallas_kernels.tiles import PrefillTiles
@@ -177,7 +178,7 @@ def paged_prefill(
         scale=scale,
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,
-        product_dtype=backend.product_dtype(q.dtype, k_pages.dtype),
+        product_dtype=product_dtype(q.dtype, k_pages.dtype),
         tiles=tiles,
         interpret=interpret,
     )
