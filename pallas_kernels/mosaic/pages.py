@@ -21,15 +21,16 @@ from pallas_kernels.shapes import Array
 class Pages:
     """The pages of one row and one key/value head.
 
-    A copy brings `copy_len` consecutive keys, which stand in one page. A block may reach behind the
-    row's last key; its copies then bring the row's last keys again, since page-table slots behind
-    the last page may hold anything. Their scores are masked.
+    A copy brings `copy_len` consecutive keys, which stand in one page. A block may reach beyond
+    what the row's tokens see; its copies then bring the nearest keys that they do see again, since
+    page-table slots in front and behind may hold anything. Their scores are masked.
 
     Attributes:
         table: Reference to [B, P].
         row: The row.
         head: The key/value head.
-        seq_len: Keys of the row, at least 1.
+        oldest: First key that any of the tokens sees.
+        seq_len: Keys of the row, more than `oldest`.
         copy_len: A divisor of the page size and of the ring's block, a multiple of 8.
         page_size: Tokens per page.
     """
@@ -37,6 +38,7 @@ class Pages:
     table: Any
     row: Array
     head: Array
+    oldest: Array
     seq_len: Array
     copy_len: int
     page_size: int
@@ -44,11 +46,12 @@ class Pages:
     def locate(self, first_key: Array, block_k: int) -> list[tuple[Array, Array]]:
         """Return page and offset for each copy of the block of keys that starts at `first_key`."""
         first = lax.div(first_key, jnp.int32(self.copy_len))
-        last = lax.div(self.seq_len - 1, jnp.int32(self.copy_len))
+        least = lax.div(self.oldest, jnp.int32(self.copy_len))
+        most = lax.div(self.seq_len - 1, jnp.int32(self.copy_len))
         copies_per_page = jnp.int32(self.page_size // self.copy_len)
         places = []
         for i in range(block_k // self.copy_len):
-            copy = jnp.minimum(first + i, last)
+            copy = jnp.clip(first + i, least, most)
             page = self.table[self.row, lax.div(copy, copies_per_page)]
             # Written as a product, from which the compiler knows that it starts a tile.
             places.append((page, lax.rem(copy, copies_per_page) * self.copy_len))

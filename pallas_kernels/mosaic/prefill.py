@@ -97,6 +97,7 @@ def paged_prefill(
     k_pages: Float[Array, "num_pages K page_size H"],
     v_pages: Float[Array, "num_pages K page_size H"],
     batch: RaggedBatch,
+    out: Float[Array, "T N H"] | None = None,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -106,7 +107,7 @@ def paged_prefill(
     interpret: Any = None,
     ring_type: type[Ring] = Ring,
 ) -> Float[Array, "T N H"]:
-    """Return attention of the tokens of rows from `num_decode_rows` on; zeros for all others.
+    """Return attention of the tokens of rows from `num_decode_rows` on, in `out`.
 
     The same as `pallas_kernels.paged_attention` for these rows. Pages are read in place, and only
     those that a tile's tokens see.
@@ -116,6 +117,7 @@ def paged_prefill(
         k_pages: Keys by page, in the dtype of q.
         v_pages: Values by page.
         batch: Which tokens and pages belong together.
+        out: What to return for all other tokens; None for zeros.
         scale: Multiplies the scores; positive.
         sliding_window: Keys visible to a token, itself included; None for all.
         logit_softcap: Scores become `cap * tanh(score / cap)`.
@@ -149,18 +151,24 @@ def paged_prefill(
         tiles=tiles,
         interpret=interpret,
     )
-    work = plan_tiles(batch, T, shape.tile_tokens)
-    q = jnp.pad(q, ((0, -T % 8), (0, 0), (0, 0)))
-    operands = [q, k_pages, v_pages, work, batch.page_table]
+    work = plan_tiles(batch, T, shape.tile_tokens, fill=out is None)
+    # TMA takes swizzled rows by eights.
+    padding = ((0, -T % 8), (0, 0), (0, 0))
+    operands = [jnp.pad(q, padding), k_pages, v_pages, work, batch.page_table]
     if sinks is not None:
         operands.append(_sink_rows(sinks, shape))
+    q_type = jax.ShapeDtypeStruct(operands[0].shape, q.dtype)
+    if out is not None:
+        # A reference is written in place.
+        out = jax.new_ref(jnp.pad(out, padding))
+        operands.append(out)
 
     def body(*refs, **scratch):
         _kernel(*refs, scratch=scratch, shape=shape, ring_type=ring_type)
 
-    out = plgpu.kernel(
+    result = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=q_type if out is None else (),
         grid=(N // heads_per_tile, work.shape[0]),
         grid_names=("heads", "tile"),
         scratch_types=_scratch(shape),
@@ -170,15 +178,18 @@ def paged_prefill(
         kernel_name="mosaic_paged_prefill",
         interpret=interpret,
     )(*operands)
-    return out[:T]
+    return (result if out is None else jax.freeze(out))[:T]
 
 
-def plan_tiles(batch: RaggedBatch, num_tokens: int, tile_tokens: int) -> Int[Array, "tiles 6"]:
+def plan_tiles(
+    batch: RaggedBatch, num_tokens: int, tile_tokens: int, *, fill: bool
+) -> Int[Array, "tiles 6"]:
     """List the tiles of a step, last ones first, for those see most keys.
 
     Tiles start at multiples of 8 tokens of the packed axis, since TMA brings and takes swizzled
     tiles in units of 8 rows; the first tile of a row may start with tokens of the row before, which
-    it computes in vain. Tokens of no chunk get tiles without keys, which makes their outputs zero.
+    it computes in vain. With `fill`, tokens of no chunk get tiles without keys, which makes their
+    outputs zero.
 
     Returns:
         int32 [tiles, 6]: the tile's row; its first token / 8; the half-open range of its tokens,
@@ -198,6 +209,8 @@ def plan_tiles(batch: RaggedBatch, num_tokens: int, tile_tokens: int) -> Int[Arr
             (num_tokens - end)[None],
         ]
     )
+    if not fill:
+        lengths = lengths.at[jnp.array([0, B + 1])].set(0)
     firsts = jnp.concatenate([jnp.zeros(1, jnp.int32), starts[:-1], end[None]])
     lead = firsts % 8
     num_tiles = jnp.where(lengths > 0, -(-(lead + lengths) // tile_tokens), 0)
@@ -329,7 +342,15 @@ def _kernel(
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         tile = read_tile()
         head = lax.div(heads * shape.heads_per_tile, jnp.int32(shape.group))
-        pages = Pages(table_ref, tile.row, head, tile.seq_len, shape.copy_len, shape.page_size)
+        pages = Pages(
+            table=table_ref,
+            row=tile.row,
+            head=head,
+            oldest=tile.first_key,
+            seq_len=tile.seq_len,
+            copy_len=shape.copy_len,
+            page_size=shape.page_size,
+        )
         load_blocks(pages, k_ref, v_ref, ring, tile.first_key, tile.num_steps)
 
     @pl.when(wg < CONSUMERS)

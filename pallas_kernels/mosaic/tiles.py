@@ -60,7 +60,6 @@ class MosaicDecodeTiles:
         head_dim: H that the sizes are for.
         block_k: Keys per step, a multiple of 64.
         num_stages: Steps whose keys and values are in shared memory at once, at least 2.
-        split_len: Keys of a split in deterministic mode, a multiple of `block_k`.
         num_programs: Blocks of the grid that are wanted to fill the chip.
         min_split_len: Fewer keys are not worth a split.
     """
@@ -68,26 +67,21 @@ class MosaicDecodeTiles:
     head_dim: int
     block_k: int
     num_stages: int
-    split_len: int
     num_programs: int
     min_split_len: int
 
     def __post_init__(self) -> None:
         _check(self, self.block_k, self.num_stages, self.shared_bytes)
-        for name in ("split_len", "num_programs", "min_split_len"):
+        for name in ("num_programs", "min_split_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.split_len % self.block_k:
-            raise ValueError(
-                f"split_len must be a multiple of block_k {self.block_k}, got {self.split_len}"
-            )
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, with 16-bit elements."""
-        queries = ROWS * self.head_dim * 2
-        parts = ROWS * self.head_dim * 4 + 2 * ROWS * 4
-        return queries + parts + _ring_bytes(self.head_dim, self.block_k, self.num_stages)
+        # float32 outputs take the place of the queries.
+        outputs = ROWS * self.head_dim * 4 + 2 * ROWS * 4
+        return outputs + _ring_bytes(self.head_dim, self.block_k, self.num_stages)
 
 
 def default_prefill_tiles(head_dim: int) -> MosaicPrefillTiles:
@@ -98,14 +92,15 @@ def default_prefill_tiles(head_dim: int) -> MosaicPrefillTiles:
 
 
 def default_decode_tiles(head_dim: int) -> MosaicDecodeTiles:
-    """Return sizes with which two blocks share a multiprocessor; not measured yet."""
-    # 64 keys and values of H 128 in 16 bits are 32 KB; 36 KB a multiprocessor are in flight at
-    # 4.8 TB/s and 1 µs of latency, so two blocks of two or more stages cover it.
+    """Return sizes that keep a multiprocessor's memory pipe full; not measured yet."""
+    # 36 KB have to be in flight on each multiprocessor at 4.8 TB/s and 1 µs of latency. What there
+    # is beyond that bridges the time in which one block of the grid gives way to the next.
+    block_k = 64
+    room = SHARED_BYTES - RESERVED_BYTES - ROWS * head_dim * 4 - 2 * ROWS * 4
     return MosaicDecodeTiles(
         head_dim=head_dim,
-        block_k=64,
-        num_stages={64: 4, 80: 3, 96: 3}.get(head_dim, 2),
-        split_len=1024,
+        block_k=block_k,
+        num_stages=min(MAX_STAGES, room // _ring_bytes(head_dim, block_k, 1)),
         num_programs=264,
         min_split_len=256,
     )

@@ -1,0 +1,45 @@
+"""Which attention calls the Hopper kernels do, in words: what they refuse falls to other kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+COMPUTE_CAPABILITY = (9, 0)
+"""The one generation that has these kernels' instructions: TMA with wgmma."""
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+DTYPES = ("bfloat16", "float16")
+
+
+def refusal(
+    compute_capability: tuple[int, int] | None,
+    *,
+    dtype: Any,
+    kv_dtype: Any,
+    head_dim: int,
+    page_size: int,
+) -> str | None:
+    """Say why the Hopper kernels cannot do a call; None if they can.
+
+    Args:
+        compute_capability: Of the device; None for what is no NVIDIA GPU.
+        dtype: Of the queries.
+        kv_dtype: Of the pages.
+        head_dim: H.
+        page_size: Tokens per page.
+    """
+    if compute_capability != COMPUTE_CAPABILITY:
+        found = "none" if compute_capability is None else "{}.{}".format(*compute_capability)
+        return f"needs compute capability 9.0 (H100, H200), and the device has {found}"
+    dtype, kv_dtype = jnp.dtype(dtype).name, jnp.dtype(kv_dtype).name
+    if dtype not in DTYPES:
+        return f"takes queries of {' or '.join(DTYPES)}, got {dtype}"
+    if kv_dtype != dtype:
+        return f"takes pages in the dtype of the queries, {dtype}, got {kv_dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"takes head dims {', '.join(map(str, HEAD_DIMS))}, got {head_dim}"
+    if page_size < 8 or page_size & (page_size - 1):
+        return f"takes pages of a power of two of tokens, at least 8, got {page_size}"
+    return None
