@@ -1,8 +1,8 @@
 """Compiles kernels to machine code for GPUs that are not there, and says what came out.
 
 XLA's CUDA compiler runs without a driver. What it produces for a chip tells registers, spills,
-shared memory and instructions; what it refuses fails here instead of on a user's GPU. Only a GPU can
-tell speed, and that the numbers are right after the assembler.
+shared memory and instructions; what it refuses fails here instead of on a user's GPU. Only a GPU
+can tell speed, and that the numbers are right after the assembler.
 
     python -m pallas_kernels.aot install    # the compiler, once, beside the environment's packages
     python -m pallas_kernels.aot decode     # every case whose name holds "decode", on every chip

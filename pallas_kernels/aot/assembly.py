@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from pallas_kernels.aot.report import KernelReport
 
@@ -33,11 +34,9 @@ def read_assembler_log(text: str) -> list[KernelReport]:
         ValueError: A kernel is announced without its statistics.
     """
     kernels = []
-    starts = [match.start() for match in _ENTRY.finditer(text)]
-    for start, end in zip(starts, [*starts[1:], len(text)], strict=True):
-        part = text[start:end]
-        entry, spills, used = _ENTRY.search(part), _SPILLS.search(part), _USED.search(part)
-        if entry is None or spills is None or used is None:
+    for entry, part in _parts(_ENTRY, text):
+        spills, used = _SPILLS.search(part), _USED.search(part)
+        if spills is None or used is None:
             raise ValueError(f"expected statistics of a kernel, got {part!r}")
         static = _STATIC.search(part)
         kernels.append(
@@ -55,11 +54,8 @@ def read_assembler_log(text: str) -> list[KernelReport]:
 
 def count_instructions(disassembly: str) -> dict[str, Counter[str]]:
     """Return how often each opcode occurs in each function; modifiers are cut off."""
-    starts = list(_FUNCTION.finditer(disassembly))
-    ends = [match.start() for match in starts[1:]] + [len(disassembly)]
     counts: dict[str, Counter[str]] = {}
-    for match, end in zip(starts, ends, strict=True):
-        body = disassembly[match.end() : end]
+    for match, body in _parts(_FUNCTION, disassembly):
         opcodes = Counter(found["opcode"] for found in _INSTRUCTION.finditer(body))
         counts.setdefault(match[1], Counter()).update(opcodes)
     return counts
@@ -86,3 +82,10 @@ def read_launches(thunks: str) -> Mapping[str, tuple[int, int]]:
 def read_mosaic_resources(output: str) -> list[int]:
     """Return the shared bytes of each Mosaic kernel, in the order in which they were lowered."""
     return [int(match["bytes"]) for match in _MOSAIC.finditer(output)]
+
+
+def _parts(head: re.Pattern[str], text: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Yield each match with the text up to the next."""
+    matches = list(head.finditer(text))
+    for match, following in itertools.zip_longest(matches, matches[1:]):
+        yield match, text[match.end() : following.start() if following else len(text)]

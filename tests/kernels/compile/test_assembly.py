@@ -77,3 +77,8 @@ def test_largest_launch_of_a_kernel_counts():
 def test_mosaic_resources_are_read_in_order():
     text = "Resources(smem_scratch_bytes=83968, tmem=0)\nx\nResources(smem_scratch_bytes=7, tmem=0)"
     assert assembly.read_mosaic_resources(text) == [83968, 7]
+
+
+def test_text_without_kernels_has_none():
+    assert assembly.read_assembler_log("ptxas info    : 0 bytes gmem\n") == []
+    assert assembly.count_instructions("\t.target\tsm_90a\n") == {}
