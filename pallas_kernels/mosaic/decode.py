@@ -361,7 +361,7 @@ def _kernel(
 
         @pl.when(split.num_steps > 0)
         def _():
-            plgpu.store(acc, state.acc, optimized=False)
+            acc[...] = state.acc
 
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sums.at[0, used], max_ref.at[row, head, index, mine])

@@ -1,4 +1,4 @@
-"""Which attention calls the Hopper kernels do, in words: what they refuse falls to other kernels."""
+"""Which attention calls the Hopper kernels do, in words: other kernels do what they refuse."""
 
 from __future__ import annotations
 
