@@ -64,8 +64,8 @@ class Device:
         return self.compute_capability is not None and self.compute_capability >= (8, 9)
 
 
-def device_of(device: jax.Device) -> Device:
-    """Describe a JAX device."""
+def device_of(device: Any) -> Device:
+    """Describe a `jax.Device`."""
     capability = getattr(device, "compute_capability", None)
     if device.platform not in ("gpu", "cuda") or capability is None:
         return Device(device.device_kind)

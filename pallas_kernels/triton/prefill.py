@@ -41,7 +41,7 @@ without a visible key gather is scaled to zero by their first visible one."""
 MIN_PART = 16
 """Columns of the narrowest matrix product."""
 
-MAX_FLOAT32_PART = 64
+MAX_FLOAT32_PART = 32
 """Columns of the widest product in float32, whose operands are split in registers: wider ones do
 not fit there."""
 
