@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from pallas_kernels.aot.report import KernelReport
 
@@ -21,8 +23,8 @@ _INSTRUCTION = re.compile(
     r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9_]*)", re.MULTILINE
 )
 _THUNK = re.compile(
-    r"kCustomKernel \[[^\]]*\] (?P<name>\S+) grid: \[[^\]]*\] threads: \[(?P<threads>[^\]]*)\]"
-    r"\s+shared_memory: (?P<bytes>\d+) bytes"
+    r"kCustomKernel \[[^\]]*\] (?P<name>\S+) grid: \[(?P<grid>[^\]]*)\] "
+    r"threads: \[(?P<threads>[^\]]*)\]\s+shared_memory: (?P<bytes>\d+) bytes"
 )
 _MOSAIC = re.compile(r"Resources\(smem_scratch_bytes=(?P<bytes>\d+)")
 
@@ -61,22 +63,37 @@ def count_instructions(disassembly: str) -> dict[str, Counter[str]]:
     return counts
 
 
-def read_launches(thunks: str) -> Mapping[str, tuple[int, int]]:
-    """Return threads per block and shared bytes of each kernel in XLA's list of thunks.
+class Launch(NamedTuple):
+    """How XLA starts a kernel.
 
-    A kernel that is launched several times counts with its largest launch.
+    Attributes:
+        grid: Thread blocks by axis.
+        threads: Of a block.
+        shared_bytes: Of a block, beyond what the kernel declares.
     """
-    launches: dict[str, tuple[int, int]] = {}
+
+    grid: tuple[int, ...]
+    threads: int
+    shared_bytes: int
+
+
+def read_launches(thunks: str) -> dict[str, Launch]:
+    """Return the launches in XLA's list of thunks; of one kernel's, the largest in each respect."""
+    launches: dict[str, Launch] = {}
     for match in _THUNK.finditer(thunks):
-        threads = 1
-        for size in match["threads"].split(","):
-            threads *= int(size)
-        known = launches.get(match["name"], (0, 0))
-        launches[match["name"]] = (
-            max(threads, known[0]),
-            max(int(match["bytes"]), known[1]),
+        threads = math.prod(_sizes(match["threads"]))
+        launch = Launch(_sizes(match["grid"]), threads, int(match["bytes"]))
+        known = launches.get(match["name"], launch)
+        launches[match["name"]] = Launch(
+            tuple(map(max, known.grid, launch.grid)),
+            max(known.threads, launch.threads),
+            max(known.shared_bytes, launch.shared_bytes),
         )
     return launches
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split(","))
 
 
 def read_mosaic_resources(output: str) -> list[int]:

@@ -43,6 +43,7 @@ class Attention:
         softcap: Bound of the scores.
         sinks: Heads have sinks.
         deterministic: Splits at fixed positions.
+        num_pages: Of the pool.
         impl: See `pallas_kernels.paged_attention`.
         default: See `Case`.
     """
@@ -56,6 +57,7 @@ class Attention:
     softcap: float | None = None
     sinks: bool = False
     deterministic: bool = False
+    num_pages: int = NUM_PAGES
     impl: str = "triton"
     default: bool = False
 
@@ -67,6 +69,7 @@ class Attention:
         parts += [f"H {self.head_dim}", f"G {self.group}"]
         flags = ("window", "softcap", "sinks", "deterministic")
         parts += [name for name in flags if getattr(self, name)]
+        parts += [f"{self.num_pages} pages"] if self.num_pages > NUM_PAGES else []
         return ", ".join(parts)
 
     def case(self) -> Case:
@@ -81,7 +84,7 @@ class Attention:
 
     def _build(self, _: Mesh) -> Program:
         K, H = self.num_kv_heads, self.head_dim
-        pages = abstract_pages(self.kv_dtype or self.dtype, K, H)
+        pages = abstract_pages(self.kv_dtype or self.dtype, K, H, self.num_pages)
         q = jax.ShapeDtypeStruct((NUM_TOKENS, K * self.group, H), jnp.dtype(self.dtype))
         sinks = jax.ShapeDtypeStruct((K * self.group,), q.dtype) if self.sinks else None
         attend = partial(
@@ -118,6 +121,8 @@ def cases() -> list[Case]:
         Attention(head_dim=256, group=2, window=4096, softcap=50.0),
         Attention(kv_dtype="int8"),
         Attention(kv_dtype="float8_e4m3fn", deterministic=True),
+        # Beyond 4 GiB an array takes offsets of 64 bits.
+        Attention(num_pages=2**18 + 1),
     ]
     pages = (None, *SCALED_DTYPES)
     everything = [
@@ -142,9 +147,11 @@ def _write(kv_dtype: str | None) -> Case:
     return Case(name=f"write {kv_dtype or 'bfloat16'} pages", build=build, kernels=(WRITE,))
 
 
-def abstract_pages(dtype: str, num_kv_heads: int, head_dim: int) -> KVPages:
+def abstract_pages(
+    dtype: str, num_kv_heads: int, head_dim: int, num_pages: int = NUM_PAGES
+) -> KVPages:
     """Return pages as shapes, with scales where the dtype has them."""
-    shape = (NUM_PAGES, num_kv_heads, PAGE_SIZE, head_dim)
+    shape = (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
     pages = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32) if has_scales(dtype) else None
     return KVPages(pages, pages, scales, scales)

@@ -20,6 +20,7 @@ class KernelReport:
         stack_bytes: Local memory of a thread.
         shared_bytes: Of a thread block, static and dynamic.
         threads: Of a thread block; 0 where unknown.
+        grid: Thread blocks of the largest launch by axis; empty where unknown.
         instructions: How often each opcode occurs, e.g. {"HGMMA": 12}; only of the case's own
             kernels.
     """
@@ -31,6 +32,7 @@ class KernelReport:
     stack_bytes: int
     shared_bytes: int = 0
     threads: int = 0
+    grid: tuple[int, ...] = ()
     instructions: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -69,5 +71,8 @@ class Report:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Report:
-        kernels = tuple(KernelReport(**kernel) for kernel in fields["kernels"])
+        kernels = tuple(
+            KernelReport(**{**kernel, "grid": tuple(kernel["grid"])})
+            for kernel in fields["kernels"]
+        )
         return cls(**{**fields, "kernels": kernels})

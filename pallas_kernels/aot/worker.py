@@ -80,7 +80,7 @@ def _compile(case: Case, chip: str) -> dict[str, Any]:
 
 def _kernels(case: Case, toolchain: Toolchain, scratch: Path) -> list[KernelReport]:
     """Join what assembler, disassembler and XLA know of each kernel."""
-    launches: dict[str, tuple[int, int]] = {}
+    launches: dict[str, assembly.Launch] = {}
     for thunks in sorted(scratch.glob("dump/*thunk_sequence.txt")):
         launches |= assembly.read_launches(thunks.read_text())
     mosaic = iter(assembly.read_mosaic_resources((scratch / "printed").read_text()))
@@ -94,7 +94,8 @@ def _kernels(case: Case, toolchain: Toolchain, scratch: Path) -> list[KernelRepo
         ours = any(kernel.name.startswith(case.kernels) for kernel in found)
         instructions = assembly.count_instructions(toolchain.disassemble(cubin)) if ours else {}
         for kernel in found:
-            threads, dynamic = launches.get(kernel.name, (0, 0))
+            launch = launches.get(kernel.name, assembly.Launch((), 0, 0))
+            dynamic = launch.shared_bytes
             if "mosaic" in kernel.name:
                 # Not a thunk of XLA's: Mosaic launches its kernels itself.
                 dynamic = next(mosaic, 0)
@@ -106,7 +107,8 @@ def _kernels(case: Case, toolchain: Toolchain, scratch: Path) -> list[KernelRepo
                     spill_bytes=kernel.spill_bytes,
                     stack_bytes=kernel.stack_bytes,
                     shared_bytes=kernel.shared_bytes + dynamic,
-                    threads=threads,
+                    threads=launch.threads,
+                    grid=launch.grid,
                     instructions=dict(instructions.get(kernel.name, {})),
                 )
             )

@@ -38,7 +38,7 @@ write_kv:
 THUNKS = """\
 001: kCustomKernel [source       | next=002 (1)] paged_decode grid: [8, 8, 4] threads: [128, 1, 1]\
   shared_memory: 38912 bytes
-002: kCustomKernel [prev=001 (1) | sink        ] paged_decode grid: [8, 8, 4] threads: [64, 2, 2]\
+002: kCustomKernel [prev=001 (1) | sink        ] paged_decode grid: [9, 8, 1] threads: [64, 2, 2]\
   shared_memory: 1024 bytes
 003: kCustomCall [source | sink] kCustomCall
 """
@@ -71,7 +71,7 @@ def test_opcodes_are_counted_by_function_without_modifiers_and_predicates():
 
 
 def test_largest_launch_of_a_kernel_counts():
-    assert assembly.read_launches(THUNKS) == {"paged_decode": (256, 38912)}
+    assert assembly.read_launches(THUNKS) == {"paged_decode": ((9, 8, 4), 256, 38912)}
 
 
 def test_mosaic_resources_are_read_in_order():

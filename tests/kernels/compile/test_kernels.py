@@ -21,6 +21,9 @@ REFUSED = {
 }
 """What a chip cannot do, and how it is said."""
 
+MAX_GRID = 65_535
+"""Thread blocks along the second and third axis of a launch."""
+
 JOBS = [
     pytest.param(name, chip, marks=() if case.default else pytest.mark.slow, id=f"{name}-{chip}")
     for name, case in CASES.items()
@@ -62,6 +65,7 @@ def test_kernel_compiles_for_the_chip(name: str, chip: str, reports: dict[tuple[
         assert kernel.spill_bytes == 0, f"{kernel.name} spills {kernel.spill_bytes} bytes"
         assert not {"STL", "LDL"} & kernel.instructions.keys(), f"{kernel.name} uses local memory"
         assert kernel.shared_bytes <= CHIPS[chip].shared_bytes
+        assert max(kernel.grid[1:], default=0) <= MAX_GRID, kernel.grid
     for beginning, opcodes in case.matrix.items():
         for kernel in report.named((beginning,)):
             assert opcodes[chip] in kernel.instructions, table.instruction_mix(kernel)
