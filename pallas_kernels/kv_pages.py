@@ -74,6 +74,7 @@ def quantize(x: Float[Array, "*tokens H"], dtype: Any) -> tuple[Array, Array]:
 
 def product_dtype(query_dtype: Any, page_dtype: Any) -> Any:
     """Return what queries, keys and values are multiplied in; 1-byte pages become queries'."""
-    if jnp.dtype(page_dtype).itemsize == 1:
-        return jnp.dtype(query_dtype)
-    return jnp.promote_types(query_dtype, page_dtype)
+    query_dtype, page_dtype = jnp.dtype(query_dtype), jnp.dtype(page_dtype)
+    if page_dtype.itemsize == 1 or page_dtype == query_dtype:
+        return query_dtype
+    return jnp.dtype(jnp.float32)

@@ -97,13 +97,13 @@ def check_offsets(*arrays: Array) -> None:
     """Refuse arrays that the lowering would address wrongly.
 
     Offsets count elements. They have 32 bits, sign included, unless an array has more than 2**32
-    bytes: between 2**31 elements of one byte and there, they overflow.
+    bytes: with more than 2**31 elements of one byte they overflow.
 
     Raises:
         NotImplementedError: Says which array.
     """
     for array in arrays:
-        if array.size >= 2**31 and array.size * array.dtype.itemsize <= 2**32:
+        if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
             raise NotImplementedError(
                 f"an array {array.dtype.name}{list(array.shape)} of 2 to 4 GiB cannot be addressed "
                 "by the portable GPU kernels; take fewer pages, or more than 4 GiB of them a layer"

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_batch import RaggedBatch
-from pallas_kernels.shapes import Array, Float
+from pallas_kernels.shapes import Array, Float, Int
 from pallas_kernels.tiles import DecodeTiles
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.decode_kernels import combine_kernel, split_kernel, whole_kernel
@@ -43,8 +43,8 @@ MIN_SPLIT_BLOCKS = 2
 
 def paged_decode(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "num_pages K page_size H"],
-    v_pages: Float[Array, "num_pages K page_size H"],
+    k_pages: Float[Array, "num_pages K page_size H"] | Int[Array, "num_pages K page_size H"],
+    v_pages: Float[Array, "num_pages K page_size H"] | Int[Array, "num_pages K page_size H"],
     batch: RaggedBatch,
     *,
     scale: float,
