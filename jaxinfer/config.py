@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from jaxinfer.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_IMPLS = ("auto", "xla", "pallas", "triton", "interpret")
 
@@ -18,7 +19,10 @@ class EngineConfig:
     Attributes:
         model: A GGUF or safetensors file, a folder, a hub id, or None for the embedded default.
         tokenizer: Where the tokenizer comes from, if not from the model.
-        dtype: Of weights, activations and KV pages. "auto" is float32 on CPU, bfloat16 elsewhere.
+        dtype: Of weights and activations. "auto" is float32 on CPU, bfloat16 elsewhere.
+        kv_cache_dtype: Of keys and values in KV pages. "auto" is `dtype`. "int8" and "fp8_e4m3"
+            take about half the memory of bfloat16: each token's keys and values of a head share a
+            scale.
         quantization: Of the weights; only None so far.
         max_model_len: Longest prompt + output, tokens. None: the model's, or what the pages hold.
         max_num_seqs: Most sequences in one step.
@@ -46,6 +50,7 @@ class EngineConfig:
     model: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
@@ -68,6 +73,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _one_of("attention_impl", self.attention_impl, ATTENTION_IMPLS)
         if self.quantization is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.capability import Problem, choose, current_device
 from pallas_kernels.kv_pages import KVPages, has_scales, quantize
@@ -36,10 +39,18 @@ def write_kv(
         NotImplementedError: The forced implementation cannot do this on this device.
     """
     chosen = choose(impl, current_device(), Problem.of(k, pages.k_pages))
+    return _write_kv(k, v, pages, slot_mapping, impl=chosen)
+
+
+# jitted so that a model's layers, which all call it with the same shapes, share one trace.
+@partial(jax.jit, static_argnames="impl")
+def _write_kv(
+    k: Array, v: Array | None, pages: KVPages, slot_mapping: Array, *, impl: str
+) -> KVPages:
     with jax.named_scope("write_kv"):
-        if chosen == "xla":
+        if impl == "xla":
             return xla_write_kv(k, v, pages, slot_mapping)
-        return triton_write_kv(k, v, pages, slot_mapping, interpret=chosen == "interpret")
+        return triton_write_kv(k, v, pages, slot_mapping, interpret=impl == "interpret")
 
 
 def xla_write_kv(
@@ -52,7 +63,7 @@ def xla_write_kv(
     num_pages, _, page_size, _ = pages.k_pages.shape
     page, offset = slot_coordinates(slot_mapping, page_size)
     # A negative index would count from the end.
-    page = jax.numpy.where(page < 0, num_pages, page)
+    page = jnp.where(page < 0, num_pages, page)
 
     def write(new: Array | None, stored: Array | None, scales: Array | None):
         if new is None or stored is None:

@@ -89,6 +89,7 @@ OTHER_VALUES: dict[str, Any] = {
     "model": "some/model",
     "tokenizer": "some/tokenizer",
     "dtype": "float32",
+    "kv_cache_dtype": "int8",
     "max_model_len": 100,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
