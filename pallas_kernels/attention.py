@@ -94,7 +94,7 @@ def _paged_attention(
     impl: str,
     generation: str,
 ) -> Array:
-    how = {**dict(rule), **optional}
+    how: dict[str, Any] = {**dict(rule), **optional}
     if impl == "xla":
         # Always deterministic: its blocks of keys are the same for every row.
         return xla_paged_attention(q, k_pages, v_pages, batch, **how)

@@ -281,7 +281,7 @@ def _kernel(
         state = lax.fori_loop(0, block, partial(attend, masked=False), state)
     end_block = pl.cdiv(end, block_k)
     accs, _, row_sum = lax.fori_loop(block, end_block, partial(attend, masked=True), state)
-    inverse = 1 / jnp.where(row_sum > 0, row_sum, 1.0)
+    inverse = backend.reciprocal(jnp.where(row_sum > 0, row_sum, 1.0), interpret=shape.interpret)
     for part, acc in zip(shape.parts, accs, strict=True):
         value = (acc * inverse[:, None]).astype(out_ref.dtype)
         index, mask = _rows(first + token, head, part), _mask(used, part, shape)
@@ -347,7 +347,7 @@ def _capped(scores: Array, shape: _Shape) -> tuple[Array, float]:
         return scores, shape.scale * LOG2E
     # tanh(x) = 1 - 2 / (1 + exp(2 x)): ten times as fast as the library's, and off by 1e-7.
     power = backend.exp2(scores * (2 * LOG2E * shape.scale / cap), interpret=shape.interpret)
-    return 1 - 2 / (1 + power), cap * LOG2E
+    return 1 - 2 * backend.reciprocal(1 + power, interpret=shape.interpret), cap * LOG2E
 
 
 def _rows(tokens: Array, heads: Array, part: tuple[int, int]) -> tuple[Array, Array, Array]:
