@@ -9,7 +9,7 @@ from jaxinfer.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-ATTENTION_IMPLS = ("auto", "xla", "pallas", "triton", "interpret")
+ATTENTION_IMPLS = ("auto", "xla", "pallas", "triton", "mosaic", "interpret")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class EngineConfig:
         overlap: Dispatch a step before the tokens of the previous one reach the host.
         warmup: Compile every bucket before serving. Off: compile on first use (tests, scripts).
         attention_impl: "auto" takes our kernels on GPUs that have them and XLA elsewhere; "pallas"
-            insists on kernels, "triton" on the portable ones, "xla" on none; "interpret" runs the
-            portable ones step by step on any device, for tests.
+            insists on kernels, "triton" on the portable ones, "mosaic" on those for Hopper, "xla"
+            on none; "interpret" runs the portable ones step by step on any device, for tests.
         tensor_parallel_size: Devices that share each layer.
         seed: Makes the seeds of unseeded requests reproducible. None: random per process.
         max_logprobs: Most alternatives per token a request may ask for.

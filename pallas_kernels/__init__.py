@@ -1,4 +1,4 @@
-"""Attention over a paged cache, and writing it: arrays in, arrays out. Knows no request and no model.
+"""Attention over a paged cache, and writing it: arrays in, arrays out; no request and no model.
 
 Each operation has one entry that picks an implementation, and a plain jnp reference of the same
 signature that every other implementation is compared with.

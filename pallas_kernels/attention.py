@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,10 @@ from pallas_kernels.capability import GENERATIONS, Problem, choose, current_devi
 from pallas_kernels.ragged_batch import RaggedBatch
 from pallas_kernels.shapes import Array, Float, Int
 from pallas_kernels.tiles import TileKey, decode_tiles, prefill_tiles
-from pallas_kernels.triton.decode import FIXED_SPLIT_LEN, paged_decode
-from pallas_kernels.triton.prefill import paged_prefill
 from pallas_kernels.xla_attention import xla_paged_attention
+
+FIXED_SPLIT_LEN = 1024
+"""Keys of a split of decode where a row's result must not depend on other rows."""
 
 
 def paged_attention(
@@ -99,12 +101,33 @@ def _paged_attention(
         # Always deterministic: its blocks of keys are the same for every row.
         return xla_paged_attention(q, k_pages, v_pages, batch, **how)
     key = TileKey.of(generation, q.shape[2], q.dtype, k_pages.dtype)
-    how["interpret"] = impl == "interpret"
+    paged_decode, paged_prefill = _kernels(impl, key)
     with jax.named_scope("decode_rows"):
         split_len = FIXED_SPLIT_LEN if deterministic else None
-        tiles = decode_tiles(key)
-        out = paged_decode(q, k_pages, v_pages, batch, split_len=split_len, tiles=tiles, **how)
+        out = paged_decode(q, k_pages, v_pages, batch, split_len=split_len, **how)
     if q.shape[0] == 1:
         return out
     with jax.named_scope("chunk_tiles"):
-        return paged_prefill(q, k_pages, v_pages, batch, out, tiles=prefill_tiles(key), **how)
+        return paged_prefill(q, k_pages, v_pages, batch, out, **how)
+
+
+def _kernels(impl: str, key: TileKey) -> tuple[Callable[..., Array], Callable[..., Array]]:
+    """Return decode and prefill, with their tile sizes.
+
+    Imported only here, so that a jaxlib without one of the compilers can still do the rest.
+    """
+    if impl == "mosaic":
+        from pallas_kernels import mosaic
+
+        return (
+            partial(mosaic.paged_decode, tiles=mosaic.default_decode_tiles(key.head_dim)),
+            partial(mosaic.paged_prefill, tiles=mosaic.default_prefill_tiles(key.head_dim)),
+        )
+    from pallas_kernels.triton.decode import paged_decode
+    from pallas_kernels.triton.prefill import paged_prefill
+
+    interpret = impl == "interpret"
+    return (
+        partial(paged_decode, tiles=decode_tiles(key), interpret=interpret),
+        partial(paged_prefill, tiles=prefill_tiles(key), interpret=interpret),
+    )

@@ -6,7 +6,7 @@ lacks makes the compiler abort the process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -16,10 +16,13 @@ GENERATIONS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 """GPU generations with tile sizes of their own: A100, L4 and RTX 40, H100 and H200, B200, RTX 50
 and RTX PRO 6000."""
 
-IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton", "interpret")
+KERNELS = ("triton", "mosaic")
+"""Kernels by preference: the portable ones, and those for Hopper, which have yet to be timed."""
+
+IMPLEMENTATIONS = ("auto", "xla", "pallas", *KERNELS, "interpret")
 """Names of attention implementations. "auto": kernels where the device has them, else XLA. "xla":
-plain jnp. "pallas": kernels, whichever the device does best. "triton": the portable ones.
-"interpret": the portable ones by Pallas' interpreter, on any device; slow, for tests."""
+plain jnp. "pallas": kernels, the first of `KERNELS` that the device has. "interpret": the portable
+ones by Pallas' interpreter, on any device; slow, for tests."""
 
 MAX_HEAD_DIM = 256
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
@@ -107,7 +110,7 @@ class Problem:
 
 
 def choose(impl: str, device: Device, problem: Problem) -> str:
-    """Return who computes: "xla", "triton" or "interpret".
+    """Return who computes: "xla", "interpret" or one of `KERNELS`.
 
     Args:
         impl: One of `IMPLEMENTATIONS`.
@@ -124,25 +127,25 @@ def choose(impl: str, device: Device, problem: Problem) -> str:
         )
     if impl == "xla":
         return impl
-    why_not = _why_never(problem)
-    if impl != "interpret":
-        why_not = _why_not_on(device, problem) or why_not
-    if why_not is None:
-        return "interpret" if impl == "interpret" else "triton"
+    wanted = KERNELS if impl in ("auto", "pallas") else (impl,)
+    refusals = []
+    for name in wanted:
+        refusal = _REFUSALS[name](device, problem)
+        if refusal is None:
+            return name
+        refusals.append(refusal)
     if impl == "auto":
         return "xla"
     raise NotImplementedError(
-        f"attention implementation {impl!r} {why_not}; use 'xla', or 'auto' to take what there is"
+        f"attention implementation {impl!r} {refusals[0]}; use 'xla', or 'auto' to take what there "
+        "is"
     )
 
 
-def _why_not_on(device: Device, problem: Problem) -> str | None:
-    """Say why the portable GPU kernels cannot do this on this device; None if they can."""
+def _why_not_triton(device: Device, problem: Problem) -> str | None:
+    """Say why the portable kernels cannot do this on this device; None if they can."""
     if device.generation is None:
-        return (
-            f"needs an NVIDIA GPU of generation {', '.join(GENERATIONS)}, and the device here is "
-            f"{device.kind!r}"
-        )
+        return _no_gpu(device)
     name = jnp.dtype(problem.kv_dtype).name
     if name.startswith("float8") and not device.has_fp8:
         major, minor = device.compute_capability or (0, 0)
@@ -150,11 +153,21 @@ def _why_not_on(device: Device, problem: Problem) -> str | None:
             f"cannot read {name} pages on {device.kind!r}: that takes compute capability 8.9, and "
             f"it has {major}.{minor}; int8 pages would do"
         )
-    return None
+    return _why_not_interpreted(device, problem)
 
 
-def _why_never(problem: Problem) -> str | None:
-    """Say why the portable GPU kernels can do this nowhere; None if they can."""
+def _why_not_mosaic(device: Device, problem: Problem) -> str | None:
+    """Say why the kernels for Hopper cannot do this on this device; None if they can."""
+    if device.generation is None:
+        return _no_gpu(device)
+    # Their compiler is loaded only where it could be of use.
+    from pallas_kernels.mosaic import refusal
+
+    return refusal(device.compute_capability, **asdict(problem))
+
+
+def _why_not_interpreted(_: Device, problem: Problem) -> str | None:
+    """Say why the portable kernels can do this nowhere; None if they can."""
     dtype, kv_dtype = jnp.dtype(problem.dtype).name, jnp.dtype(problem.kv_dtype).name
     if dtype not in FLOAT_DTYPES:
         return f"takes queries of {', '.join(FLOAT_DTYPES)}, got {dtype}"
@@ -165,3 +178,17 @@ def _why_never(problem: Problem) -> str | None:
     if problem.page_size & (problem.page_size - 1):
         return f"takes pages of a power of two of tokens, got {problem.page_size}"
     return None
+
+
+def _no_gpu(device: Device) -> str:
+    return (
+        f"needs an NVIDIA GPU of generation {', '.join(GENERATIONS)}, and the device here is "
+        f"{device.kind!r}"
+    )
+
+
+_REFUSALS = {
+    "triton": _why_not_triton,
+    "mosaic": _why_not_mosaic,
+    "interpret": _why_not_interpreted,
+}

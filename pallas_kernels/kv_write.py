@@ -11,7 +11,6 @@ from pallas_kernels.capability import Problem, choose, current_device
 from pallas_kernels.kv_pages import KVPages, has_scales, quantize
 from pallas_kernels.ragged_batch import slot_coordinates
 from pallas_kernels.shapes import Array, Float, Int
-from pallas_kernels.triton.kv_write import triton_write_kv
 
 
 def write_kv(
@@ -50,6 +49,9 @@ def _write_kv(
     with jax.named_scope("write_kv"):
         if impl == "xla":
             return xla_write_kv(k, v, pages, slot_mapping)
+        # Imported only here, so that a jaxlib without this compiler can still do the above.
+        from pallas_kernels.triton.kv_write import triton_write_kv
+
         return triton_write_kv(k, v, pages, slot_mapping, interpret=impl == "interpret")
 
 

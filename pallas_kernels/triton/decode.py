@@ -26,9 +26,6 @@ from pallas_kernels.triton import backend
 from pallas_kernels.triton.decode_kernels import combine_kernel, split_kernel, whole_kernel
 from pallas_kernels.triton.decode_shape import DecodeShape
 
-FIXED_SPLIT_LEN = 1024
-"""Keys of a split where a row's result must not depend on other rows."""
-
 NUM_PROGRAMS = 512
 """Programs that keep any GPU's memory busy: three or four for each of up to 148 multiprocessors.
 Fewer are split."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,13 @@ def test_auto_takes_kernels_where_there_are_some() -> None:
     assert choose("auto", Device("Tesla T4", (7, 5)), PROBLEM) == "xla"
 
 
+def test_hopper_has_kernels_of_its_own() -> None:
+    assert choose("mosaic", H100, PROBLEM) == "mosaic"
+    for device, words in ((A100, "9.0 .* has 8.0"), (CPU, "needs an NVIDIA GPU")):
+        with pytest.raises(NotImplementedError, match=words):
+            choose("mosaic", device, PROBLEM)
+
+
 @pytest.mark.parametrize("impl", ["auto", "pallas", "triton", "interpret"])
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -77,6 +86,17 @@ def test_what_no_kernel_does_is_xla_or_refused(impl: str, change: dict, words: s
     else:
         with pytest.raises(NotImplementedError, match=words):
             choose(impl, H100, problem)
+
+
+def test_plain_attention_loads_no_kernel_compiler() -> None:
+    """A jaxlib may lack them, and one of them is to be removed."""
+    code = (
+        "import sys, jaxinfer.engine, pallas_kernels.capability as c; "
+        "assert c.choose('auto', c.current_device(), "
+        "c.Problem(dtype='float32', kv_dtype='float32', head_dim=64, page_size=16)) == 'xla'; "
+        "sys.exit(sorted(m for m in sys.modules if m.startswith('jax.experimental.pallas')) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_float8_pages_are_refused_before_a_compiler_aborts_over_them() -> None:
