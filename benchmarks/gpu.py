@@ -55,6 +55,7 @@ class Sizes:
         copy_bytes: Array that is copied.
         matmul_size: Side of the matrices that are multiplied.
         pool_bytes: Most memory that the pages of the decode section take.
+        calls: Of attention in one program, at most.
     """
 
     heads: Heads = Heads()
@@ -71,6 +72,7 @@ class Sizes:
     copy_bytes: int = 2**31
     matmul_size: int = 8192
     pool_bytes: int = 36 * 2**30
+    calls: int = 16
 
 
 TINY = Sizes(
@@ -91,16 +93,17 @@ TINY = Sizes(
             "intermediate_size": 96,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": 1,
             "vocab_size": 128,
         },
-        batches=(1, 2),
+        batches=(2,),
         context=32,
         prompt=32,
     ),
     copy_bytes=2**16,
     matmul_size=64,
     pool_bytes=2**19,
+    calls=2,
 )
 
 
@@ -141,6 +144,7 @@ def run(table: Table, budget: Budget, sizes: Sizes, impl: str, memory_bytes: flo
             cases=sizes.prefills,
             impl=impl,
             xla_up_to=sizes.xla_up_to,
+            calls=min(sizes.calls, 4),
             share=0.35,
         ),
         "decode": lambda: measure_decode(
@@ -151,6 +155,7 @@ def run(table: Table, budget: Budget, sizes: Sizes, impl: str, memory_bytes: flo
             batches=sizes.batches,
             contexts=sizes.contexts,
             pool_bytes=pool,
+            calls=sizes.calls,
             impl=impl,
             compare=sizes.compared,
             share=0.6,

@@ -238,6 +238,7 @@ def measure_decode(
     batches: tuple[int, ...],
     contexts: tuple[int, ...],
     pool_bytes: int,
+    calls: int,
     impl: str,
     compare: tuple[tuple[int, int], ...],
     share: float,
@@ -256,19 +257,19 @@ def measure_decode(
         if budget.left(share) < 0:
             table.row("decode", case, "", "", "", "no time")
             continue
-        calls = max(2, min(16, num_pages // needed))
-        groups = np.resize(order, (calls, batch, context // heads.page_size))
+        n = max(2, min(calls, num_pages // needed))
+        groups = np.resize(order, (n, batch, context // heads.page_size))
         args = (pages, decode_batch(heads, batch, context), jnp.asarray(groups))
         q = random_values((batch, heads.num_heads, heads.head_dim), jnp.bfloat16)
         num_bytes = batch * context * heads.token_bytes + 2 * q.nbytes
         with _reported(table, "decode", case) as failed:
-            program = chained(partial(attend_paged, impl, heads), calls)
-            took = seconds(program, q, *args) / calls
+            program = chained(partial(attend_paged, impl, heads), n)
+            took = seconds(program, q, *args) / n
         if failed:
             continue
         notes = []
         if (batch, context) in compare:
-            notes = list(_others_of_decode(heads, q, args, batch, context, took, calls))
+            notes = list(_others_of_decode(heads, q, args, batch, context, took, n))
         rate = num_bytes / took
         cells = (ms(took), f"{rate / 1e9:.0f} GB/s", percent(rate / ceilings.bandwidth))
         table.row("decode", case, *cells, "; ".join(notes))
@@ -306,6 +307,7 @@ def measure_prefill(
     cases: tuple[tuple[int, int], ...],
     impl: str,
     xla_up_to: int,
+    calls: int,
     share: float,
 ) -> None:
     """Print the rate of prefill for each (tokens, context), and what others take."""
@@ -321,8 +323,8 @@ def measure_prefill(
         pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
         flops = 4 * heads.num_heads * heads.head_dim * pairs
         with _reported(table, "prefill", case) as failed:
-            program = chained(partial(attend_paged, impl, heads), 4)
-            took = seconds(program, q, pages, batch, batch.page_table[None]) / 4
+            program = chained(partial(attend_paged, impl, heads), calls)
+            took = seconds(program, q, pages, batch, batch.page_table[None]) / calls
         if failed:
             continue
         notes = []

@@ -1,4 +1,4 @@
-"""What every part of `benchmarks/gpu.py` needs: table, clock, and the machine's ceilings."""
+"""What all parts of `benchmarks/gpu.py` need: the table, the clock, the machine's ceilings."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ in one program), and the writing of its keys and values.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -96,7 +96,7 @@ class Attention:
             impl=self.impl,
         )
 
-        def program(q: Any, pages: KVPages, batch: RaggedBatch, sinks: Any) -> jax.Array:
+        def program(q: Any, pages: Any, batch: RaggedBatch, sinks: Any) -> jax.Array:
             return attend(
                 q,
                 pages.k_pages,
@@ -125,14 +125,13 @@ def cases() -> list[Case]:
         Attention(num_pages=2**18 + 1),
     ]
     pages = (None, *SCALED_DTYPES)
-    everything = [
-        Attention(dtype=dtype, kv_dtype=kv_dtype, head_dim=H, **features)
+    plain = [
+        Attention(dtype=dtype, kv_dtype=kv_dtype, head_dim=H)
         for dtype, kv_dtype, H in itertools.product(FLOAT_DTYPES, pages, HEAD_DIMS)
-        for features in ({}, {"window": 1024, "softcap": 30.0, "sinks": True, "group": 8})
     ]
-    attention = {a.name: a for a in everything} | {
-        a.name: Attention(**{**vars(a), "default": True}) for a in covering
-    }
+    adorned = [replace(a, window=1024, softcap=30.0, sinks=True, group=8) for a in plain]
+    attention = {a.name: a for a in (*plain, *adorned)}
+    attention |= {a.name: replace(a, default=True) for a in covering}
     return [*(a.case() for a in attention.values()), *(_write(dtype) for dtype in pages)]
 
 
@@ -152,21 +151,24 @@ def abstract_pages(
 ) -> KVPages:
     """Return pages as shapes, with scales where the dtype has them."""
     shape = (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
-    pages = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-    scales = jax.ShapeDtypeStruct(shape[:3], jnp.float32) if has_scales(dtype) else None
-    return KVPages(pages, pages, scales, scales)
+
+    def zeros() -> KVPages:
+        kinds = [jnp.zeros(shape, jnp.dtype(dtype)) for _ in range(2)]
+        scales = [jnp.zeros(shape[:3], jnp.float32) for _ in range(2) if has_scales(dtype)]
+        return KVPages(*kinds, *scales)
+
+    return jax.eval_shape(zeros)
 
 
 def abstract_batch() -> RaggedBatch:
     """Return a step's metadata as shapes."""
-
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    return RaggedBatch(
-        page_table=ints(NUM_ROWS, MAX_PAGES),
-        seq_lens=ints(NUM_ROWS),
-        query_start_loc=ints(NUM_ROWS + 1),
-        num_decode_rows=ints(),
-        num_rows=ints(),
+    ints = partial(jnp.zeros, dtype=jnp.int32)
+    return jax.eval_shape(
+        lambda: RaggedBatch(
+            page_table=ints((NUM_ROWS, MAX_PAGES)),
+            seq_lens=ints((NUM_ROWS,)),
+            query_start_loc=ints((NUM_ROWS + 1,)),
+            num_decode_rows=ints(()),
+            num_rows=ints(()),
+        )
     )

@@ -35,6 +35,11 @@ class KernelReport:
     grid: tuple[int, ...] = ()
     instructions: Mapping[str, int] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> KernelReport:
+        values: dict[str, Any] = {**fields, "grid": tuple(fields["grid"])}
+        return cls(**values)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -71,8 +76,6 @@ class Report:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Report:
-        kernels = tuple(
-            KernelReport(**{**kernel, "grid": tuple(kernel["grid"])})
-            for kernel in fields["kernels"]
-        )
-        return cls(**{**fields, "kernels": kernels})
+        kernels = tuple(KernelReport.from_json(kernel) for kernel in fields["kernels"])
+        values: dict[str, Any] = {**fields, "kernels": kernels}
+        return cls(**values)
