@@ -123,33 +123,35 @@ def paged_decode(
     base = None if shape.rows_are_tokens else jnp.zeros_like(q)
     rows = (batch.seq_lens, batch.query_start_loc, batch.num_decode_rows[None])
     inputs = (q, k_pages, v_pages, k_scales, v_scales, batch.page_table, *rows)
-    call = partial(
-        backend.call,
-        num_warps=max(tiles.num_warps, _least_warps(shape, q.dtype)),
-        num_stages=tiles.num_stages,
-        interpret=interpret,
-    )
+    num_warps = max(tiles.num_warps, _least_warps(shape, q.dtype))
+    sizes = {"num_warps": num_warps, "num_stages": tiles.num_stages}
     if shape.num_splits == 1:
         last, name, grid = whole_kernel, "paged_decode", (num_rows * shape.num_tiles, K)
     else:
         parts = (num_rows, max_query_len, N, shape.num_splits)
-        parts = call(
+        parts = backend.call(
             partial(split_kernel, shape=shape),
             name="paged_decode_splits",
             grid=(num_rows * shape.num_tiles, K, shape.num_splits),
             out_shape=tuple(
                 jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((*parts, H), parts, parts)
             ),
+            interpret=interpret,
+            **sizes,
         )(*inputs)
         inputs = (*parts, *rows)
         last, name, grid = combine_kernel, "paged_decode_combine", (num_rows * max_query_len, N)
+        # 16 splits × 32 numbers a warp; with twice as many some chips run out of registers.
+        sizes = {"num_warps": max(1, shape.padded_dim // 32), "num_stages": 1}
     inputs = (*inputs, sinks, base)
-    return call(
+    return backend.call(
         partial(last, shape=shape),
         name=name,
         grid=grid,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={} if base is None else {len(jax.tree.leaves(inputs)) - 1: 0},
+        interpret=interpret,
+        **sizes,
     )(*inputs)
 
 

@@ -201,7 +201,7 @@ def _attend(
             visible &= distance < shape.sliding_window
         scores = jnp.where(visible, scores * LOG2E, -jnp.inf)  # [M, block_k]
         new_max = jnp.maximum(old_max, scores.max(1))
-        weights = jnp.exp2(scores - new_max[:, None])
+        weights = backend.exp2(scores - new_max[:, None], interpret=shape.interpret)
         rescale = jnp.exp2(old_max - new_max)
         new_sum = old_sum * rescale + weights.sum(1)
         if v_scales_ref is not None:
