@@ -28,7 +28,9 @@ from pallas_kernels.mosaic.interpret import accumulate
 from pallas_kernels.mosaic.pages import Pages, load_blocks
 from pallas_kernels.mosaic.ring import Ring, make_ring, ring_scratch, swizzle_bytes, swizzled
 from pallas_kernels.mosaic.softmax import ROWS, TILE, Running, ScoreRule
+from pallas_kernels.mosaic.support import require
 from pallas_kernels.mosaic.tiles import MosaicDecodeTiles
+from pallas_kernels.mosaic.versions import store_unswizzled
 from pallas_kernels.ragged_batch import RaggedBatch
 from pallas_kernels.shapes import Array, Float, Int
 
@@ -128,10 +130,12 @@ def paged_decode(
         [T, N, H] in q's dtype.
 
     Raises:
+        NotImplementedError: The kernel does not do this here; see `mosaic.refusal`.
         ValueError: `split_len` is no multiple of the tiles' `block_k`.
     """
     if split_len is not None and (split_len < 1 or split_len % tiles.block_k):
         raise ValueError(f"{split_len=} must be a multiple of {tiles.block_k=}")
+    require(q, k_pages, scale=scale, interpret=interpret)
     T, N, H = q.shape
     _, K, page_size, _ = k_pages.shape
     B, P = batch.page_table.shape
@@ -361,7 +365,7 @@ def _kernel(
 
         @pl.when(split.num_steps > 0)
         def _():
-            acc[...] = state.acc
+            store_unswizzled(acc, state.acc)
 
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sums.at[0, used], max_ref.at[row, head, index, mine])

@@ -33,7 +33,9 @@ from pallas_kernels.mosaic.interpret import accumulate
 from pallas_kernels.mosaic.pages import Pages, load_blocks
 from pallas_kernels.mosaic.ring import Ring, make_ring, ring_scratch, swizzle_bytes, swizzled
 from pallas_kernels.mosaic.softmax import ROWS, TILE, Running, ScoreRule
+from pallas_kernels.mosaic.support import require
 from pallas_kernels.mosaic.tiles import MosaicPrefillTiles
+from pallas_kernels.mosaic.versions import store_unswizzled
 from pallas_kernels.ragged_batch import RaggedBatch
 from pallas_kernels.shapes import Array, Float, Int
 
@@ -53,14 +55,12 @@ class _Shape:
     """What is static in a call.
 
     Attributes:
-        num_tokens: T.
         heads_per_tile: Query heads in a tile, a power of two that divides the group.
         group: Query heads per key/value head, G.
         head_dim: H.
         dtype: Of queries, keys and values.
         copy_len: Keys that one copy brings: a page, or a block's share of it.
         page_size: Tokens per page.
-        num_pages: Pages of the pool.
         rule: From products to scores.
         sliding_window: Keys visible to a token; None for all.
         has_sinks: Whether there is a sink per head.
@@ -68,14 +68,12 @@ class _Shape:
         interpret: For the interpreter.
     """
 
-    num_tokens: int
     heads_per_tile: int
     group: int
     head_dim: int
     dtype: Any
     copy_len: int
     page_size: int
-    num_pages: int
     rule: ScoreRule
     sliding_window: int | None
     has_sinks: bool
@@ -130,21 +128,20 @@ def paged_prefill(
         [T, N, H] in q's dtype.
 
     Raises:
-        NotImplementedError: The kernel does not do this; see `mosaic.refusal`.
+        NotImplementedError: The kernel does not do this here; see `mosaic.refusal`.
     """
+    require(q, k_pages, scale=scale, interpret=interpret)
     T, N, H = q.shape
-    num_pages, K, page_size, _ = k_pages.shape
+    _, K, page_size, _ = k_pages.shape
     group = N // K
     heads_per_tile = min(group & -group, 8)
     shape = _Shape(
-        num_tokens=T,
         heads_per_tile=heads_per_tile,
         group=group,
         head_dim=H,
         dtype=q.dtype,
         copy_len=min(page_size, tiles.block_k),
         page_size=page_size,
-        num_pages=num_pages,
         rule=ScoreRule(scale, logit_softcap),
         sliding_window=sliding_window,
         has_sinks=sinks is not None,
@@ -259,7 +256,6 @@ def _scratch(shape: _Shape) -> dict[str, Any]:
             plgpu.SMEM(tile, shape.dtype),
         ),
         "q_full": plgpu.Barrier(num_arrivals=shape.heads_per_tile, num_barriers=CONSUMERS),
-        "turn": plgpu.Barrier(num_arrivals=CONSUMERS),
         **ring_scratch(
             (stages, block_k, H),
             shape.dtype,
@@ -422,7 +418,9 @@ class _Group:
         """Return the output of all keys, float32 [ROWS, H]."""
         tile = self.tile
         _ = self.distance, self.num_keys  # outside of the loops
-        pl.when(self.wg == 1)(self.take_turns)
+        # Taking turns: at each meeting one warpgroup has issued its products and goes on to its
+        # exponentials, for the other it is the reverse. Warpgroup 0 is one meeting ahead.
+        pl.when(self.wg == 1)(self.ring.meet)
         step = lambda masked: lambda i, state: self.step(i, state, masked=masked)  # noqa: E731
         if self.shape.head_dim > MOST_UNMASKED:
             state = lax.fori_loop(jnp.int32(0), tile.num_steps, step(True), state)
@@ -431,13 +429,8 @@ class _Group:
                 state = lax.fori_loop(jnp.int32(0), tile.full_start, step(True), state)
             state = lax.fori_loop(tile.full_start, tile.full_end, step(False), state)
             state = lax.fori_loop(tile.full_end, tile.num_steps, step(True), state)
-        pl.when(self.wg == 0)(self.take_turns)
+        pl.when(self.wg == 0)(self.ring.meet)
         return softmax.finish(state)
-
-    def take_turns(self) -> None:
-        """Meet the other warpgroup: one leaves its products here, the other its exponentials."""
-        plgpu.barrier_arrive(self.scratch["turn"])
-        plgpu.barrier_wait(self.scratch["turn"])
 
     def step(self, step: Array, state: Running, *, masked: bool) -> Running:
         ring, rule = self.ring, self.shape.rule
@@ -451,7 +444,7 @@ class _Group:
 
         def multiply(products_ref):
             plgpu.wgmma(products_ref, queries, ring.k.at[slot].transpose((1, 0)))
-            self.take_turns()
+            self.ring.meet()
             return products_ref[...]
 
         products = pl.run_scoped(multiply, plgpu.ACC((ROWS, self.shape.tiles.block_k), jnp.float32))
@@ -461,7 +454,7 @@ class _Group:
             scores = jnp.where(self.seen(step, scores.shape), scores, softmax.MASKED)
         state, weights = softmax.see(state, scores, rule.log2_scale)
         weights = weights.astype(self.shape.dtype)
-        self.take_turns()
+        self.ring.meet()
         if not masked:
             ring.wait_full("v", step)
         acc = accumulate(state.acc, weights, ring.v.at[slot], interpret=self.shape.interpret)
@@ -514,8 +507,8 @@ class _Group:
         @pl.when(~is_whole)
         def _():
             # The layouts overlap: the other warpgroup must have read its queries.
-            self.take_turns()
-            single_rows[...] = out
+            self.ring.meet()
+            store_unswizzled(single_rows, out)
             plgpu.commit_smem()
             start, stop = (
                 jnp.clip(edge - self.first_token, 0, n) for edge in (tile.start, tile.stop)

@@ -1,4 +1,4 @@
-"""The ring of key and value blocks in shared memory, and the barriers that pass its slots around.
+"""The ring of key and value blocks in shared memory, and all barriers between warpgroups.
 
 Knows stages, slots and barriers; knows nothing of pages or attention. One producer warpgroup fills
 slots by TMA, the consumer warpgroups empty them:
@@ -40,6 +40,7 @@ class Ring:
         v: The same for values.
         full: By kind, a barrier per slot that completes when all copies into it have landed.
         free: By kind, a barrier per slot that completes when all consumers have left it.
+        meeting: A barrier that completes when all consumers have come to it; None for one consumer.
     """
 
     stages: int
@@ -47,6 +48,7 @@ class Ring:
     v: Any
     full: dict[Kind, Any]
     free: dict[Kind, Any]
+    meeting: Any
 
     def slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.stages))
@@ -65,6 +67,11 @@ class Ring:
     def release(self, kind: Kind, step: Array) -> None:
         """Say that this warpgroup no longer reads the block of this step."""
         plgpu.barrier_arrive(self.free[kind].at[self.slot(step)])
+
+    def meet(self) -> None:
+        """Wait for the other consumer to come here, too."""
+        plgpu.barrier_arrive(self.meeting)
+        plgpu.barrier_wait(self.meeting)
 
     def drain(self, num_steps: Array) -> None:
         """Wait for the slots still in use, so that no completion of a barrier goes unobserved."""
@@ -90,8 +97,11 @@ def ring_scratch(
     tile = plgpu.SMEM(shape, dtype, transforms=swizzled(shape[-1], dtype))
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     free = plgpu.Barrier(num_arrivals=consumers, num_barriers=stages)
-    return {"k_ring": tile, "v_ring": tile, **dict.fromkeys(("k_full", "v_full"), full),
-            **dict.fromkeys(("k_free", "v_free"), free)}  # fmt: skip
+    scratch = {"k_ring": tile, "v_ring": tile}
+    scratch |= {"k_full": full, "v_full": full, "k_free": free, "v_free": free}
+    if consumers > 1:
+        scratch["meeting"] = plgpu.Barrier(num_arrivals=consumers)
+    return scratch
 
 
 def make_ring(ring_type: type[Ring], stages: int, refs: dict[str, Any]) -> Ring:
@@ -102,6 +112,7 @@ def make_ring(ring_type: type[Ring], stages: int, refs: dict[str, Any]) -> Ring:
         refs["v_ring"],
         {"k": refs["k_full"], "v": refs["v_full"]},
         {"k": refs["k_free"], "v": refs["v_free"]},
+        refs.get("meeting"),
     )
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.capability import current_device
+from pallas_kernels.shapes import Array
+
 COMPUTE_CAPABILITY = (9, 0)
 """The one generation that has these kernels' instructions: TMA with wgmma."""
 
@@ -43,3 +46,29 @@ def refusal(
     if page_size < 8 or page_size & (page_size - 1):
         return f"takes pages of a power of two of tokens, at least 8, got {page_size}"
     return None
+
+
+def require(q: Array, k_pages: Array, *, scale: float, interpret: Any) -> None:
+    """Refuse a call before it is compiled: an instruction that a GPU lacks ends the process.
+
+    Args:
+        q: [T, N, H].
+        k_pages: [num_pages, K, page_size, H].
+        scale: Multiplies the scores.
+        interpret: The interpreter runs on any device.
+
+    Raises:
+        NotImplementedError: With what `refusal` says.
+        ValueError: The scale is not positive.
+    """
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+    reason = refusal(
+        COMPUTE_CAPABILITY if interpret else current_device().compute_capability,
+        dtype=q.dtype,
+        kv_dtype=k_pages.dtype,
+        head_dim=q.shape[2],
+        page_size=k_pages.shape[2],
+    )
+    if reason is not None:
+        raise NotImplementedError(f"the attention kernel for Hopper {reason}")
