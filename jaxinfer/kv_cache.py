@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import RaggedBatch, paged_attention, slot_coordinates
+from pallas_kernels import (
+    KVPages,
+    RaggedBatch,
+    has_scales,
+    paged_attention,
+    slot_coordinates,
+    write_kv,
+)
 from pallas_kernels.shapes import Array, Float, Int
 
 
@@ -23,14 +32,12 @@ class KVCache:
     page of one head is one contiguous tile.
 
     Attributes:
-        keys: L arrays [num_pages, K, page_size, H], with as many pages as the layer's group has.
-        values: The same; none where keys are the values too.
+        layers: Of each layer the keys and values, with as many pages as the layer's group has.
         token_ids: int32 [num_pages, page_size], of the full group. What each slot holds; lets the
             sampler look up a sequence's history without shipping it from the host.
     """
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
+    layers: tuple[KVPages, ...]
     token_ids: Array
 
     @property
@@ -48,7 +55,8 @@ class CacheShape:
         num_kv_heads: K.
         head_dim: H.
         page_size: Tokens per page.
-        dtype: Of keys and values.
+        dtype: Of keys and values as they are stored. Those of one byte have a float32 scale for
+            each token and head.
         has_values: False where keys are the values too (latent attention).
     """
 
@@ -60,11 +68,11 @@ class CacheShape:
     has_values: bool = True
 
     def page_bytes(self, group: int) -> int:
-        """Bytes of one page over all layers of a group, token ids included."""
-        num_layers = self.layer_groups.count(group)
-        per_token = (1 + self.has_values) * num_layers * self.num_kv_heads * self.head_dim
+        """Bytes of one page over all layers of a group, scales and token ids included."""
+        vector = self.head_dim * jnp.dtype(self.dtype).itemsize + 4 * has_scales(self.dtype)
+        vectors = (1 + self.has_values) * self.layer_groups.count(group) * self.num_kv_heads
         id_bytes = 0 if group else 4
-        return self.page_size * (per_token * jnp.dtype(self.dtype).itemsize + id_bytes)
+        return self.page_size * (vectors * vector + id_bytes)
 
 
 def make_cache(shape: CacheShape, num_pages: Sequence[int], shardings: tuple[Any, Any]) -> KVCache:
@@ -73,19 +81,23 @@ def make_cache(shape: CacheShape, num_pages: Sequence[int], shardings: tuple[Any
     Args:
         shape: What a page holds.
         num_pages: By group.
-        shardings: Those of keys/values and of token ids.
+        shardings: Those of keys, values and their scales, by axes [num_pages, K, ...], and of
+            token ids.
     """
     kv_sharding, ids_sharding = shardings
-    page = (shape.num_kv_heads, shape.page_size, shape.head_dim)
 
-    def pages() -> tuple[Array, ...]:
-        return tuple(
-            jnp.zeros((num_pages[group], *page), shape.dtype, device=kv_sharding)
-            for group in shape.layer_groups
-        )
+    def layer(group: int) -> KVPages:
+        vectors = (num_pages[group], shape.num_kv_heads, shape.page_size)
+        zeros = partial(jnp.zeros, device=kv_sharding)
+        kinds = 1 + shape.has_values
+        pages = [zeros((*vectors, shape.head_dim), shape.dtype) for _ in range(kinds)]
+        scales = [zeros(vectors, jnp.float32) for _ in range(kinds) if has_scales(shape.dtype)]
+        k_pages, v_pages = (*pages, None)[:2]
+        k_scales, v_scales = (*scales, None, None)[:2]
+        return KVPages(k_pages, v_pages, k_scales, v_scales)
 
     ids = jnp.zeros((num_pages[0], shape.page_size), jnp.int32, device=ids_sharding)
-    return KVCache(keys=pages(), values=pages() if shape.has_values else (), token_ids=ids)
+    return KVCache(tuple(layer(group) for group in shape.layer_groups), ids)
 
 
 def write_token_ids(
@@ -94,7 +106,7 @@ def write_token_ids(
     """Note which token each slot holds; slots outside the pool are dropped."""
     pages, offsets = slot_coordinates(slot_mapping, cache.page_size)
     ids = cache.token_ids.at[pages, offsets].set(token_ids, mode="drop")
-    return KVCache(cache.keys, cache.values, ids)
+    return KVCache(cache.layers, ids)
 
 
 class PagedAttend:
@@ -108,6 +120,8 @@ class PagedAttend:
         slot_mapping: Where each token is written, by group.
         layer_groups: Each layer's group.
         impl: See `pallas_kernels.paged_attention`.
+        sharding: Of the pages. Where several devices hold them, each stores and attends to its own
+            heads: XLA cannot divide a kernel.
     """
 
     def __init__(
@@ -118,17 +132,19 @@ class PagedAttend:
         *,
         layer_groups: Sequence[int],
         impl: str,
+        sharding: NamedSharding,
     ):
-        self._keys, self._values = list(cache.keys), list(cache.values)
+        self._layers = list(cache.layers)
         self._token_ids = cache.token_ids
         self._batches = batches
-        self._slots = [slot_coordinates(slots, cache.page_size) for slots in slot_mapping]
+        self._slots = slot_mapping
         self._layer_groups = layer_groups
         self._impl = impl
+        self._sharding = sharding
 
     @property
     def cache(self) -> KVCache:
-        return KVCache(tuple(self._keys), tuple(self._values), self._token_ids)
+        return KVCache(tuple(self._layers), self._token_ids)
 
     def __call__(
         self,
@@ -143,19 +159,50 @@ class PagedAttend:
         sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "T N H"]:
         group = self._layer_groups[layer]
-        pages, offsets = self._slots[group]
-        # Padding tokens carry a slot behind the last page, which "drop" ignores.
-        self._keys[layer] = self._keys[layer].at[pages, :, offsets].set(k, mode="drop")
-        if v is not None:
-            self._values[layer] = self._values[layer].at[pages, :, offsets].set(v, mode="drop")
-        return paged_attention(
-            q,
-            self._keys[layer],
-            self._keys[layer] if v is None else self._values[layer],
-            self._batches[group],
+        store_and_attend = partial(
+            _store_and_attend,
             scale=scale,
             sliding_window=sliding_window,
             logit_softcap=logit_softcap,
-            sinks=sinks,
             impl=self._impl,
         )
+        if self._sharding.mesh.size > 1:
+            store_and_attend = self._on_own_heads(store_and_attend)
+        out, self._layers[layer] = store_and_attend(
+            (q, k, v), self._layers[layer], self._slots[group], self._batches[group], sinks
+        )
+        return out
+
+    def _on_own_heads(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Let each device run the function on the heads that it holds."""
+        heads = self._sharding.spec[1]
+        by_head, whole = PartitionSpec(None, heads), PartitionSpec()
+        return jax.shard_map(
+            function,
+            mesh=self._sharding.mesh,
+            in_specs=(by_head, by_head, whole, whole, PartitionSpec(heads)),
+            out_specs=(by_head, by_head),
+            # A kernel does not tell which of its results differ from device to device.
+            check_vma=False,
+        )
+
+
+def _store_and_attend(
+    new: tuple[Array, Array, Array | None],
+    pages: KVPages,
+    slot_mapping: Array,
+    batch: RaggedBatch,
+    sinks: Array | None,
+    *,
+    impl: str,
+    **how: Any,
+) -> tuple[Array, KVPages]:
+    """Return what the queries gather, and the pages with the new keys and values in them."""
+    q, k, v = new
+    pages = write_kv(k, v, pages, slot_mapping, impl=impl)
+    k_pages, v_pages, k_scales, v_scales = pages
+    if v_pages is None:
+        v_pages, v_scales = k_pages, k_scales
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    out = paged_attention(q, k_pages, v_pages, batch, sinks=sinks, impl=impl, **scales, **how)
+    return out, pages

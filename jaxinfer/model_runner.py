@@ -85,8 +85,8 @@ class ModelRunner:
         self.config = config
         self._vocab_size = model_config.vocab_size
         self._whole = replicated(mesh)
-        shape = cache_shape(model_config, config.windows, config.page_size, config.dtype)
-        pages = logical(mesh, None, "kv_heads", None, None)
+        shape = cache_shape(model_config, config.windows, config.page_size, config.page_dtype)
+        pages = logical(mesh, None, "kv_heads")
         self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
         self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
         self._packer = SamplingPacker(model_config.vocab_size)

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
+from jaxinfer.kv_cache import CacheShape
 from jaxinfer.memory import cache_bytes
 from jaxinfer.models import ModelConfig
 from jaxinfer.page_groups import most_window_pages
 from jaxinfer.step_programs import RunnerConfig, cache_shape
+from pallas_kernels import has_scales
+from pallas_kernels.capability import Problem, choose, current_device
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,8 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     if dtype == "auto":
         # XLA:CPU multiplies thin bfloat16 batches 15 times slower than float32.
         dtype = "float32" if platform == "cpu" else "bfloat16"
+    kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    _check_page_dtype(kv_cache_dtype, model_config)
     longest = model_config.max_position_embeddings
     if config.max_model_len and config.max_model_len > longest:
         raise ConfigError(
@@ -39,7 +44,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     while True:
         pages_each = -(-wanted // config.page_size)
         windows = model_config.windows_within(wanted)
-        shape = cache_shape(model_config, windows, config.page_size, dtype)
+        shape = cache_shape(model_config, windows, config.page_size, page_dtype(kv_cache_dtype))
         page_bytes = [shape.page_bytes(group) for group in range(1 + len(windows))]
         num_pages, num_window_pages = _page_counts(config, windows, pages_each, page_bytes)
         if num_pages >= pages_each:
@@ -56,23 +61,55 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         )
         # Again, for a shorter sequence some windows may hide nothing.
         wanted = room
+    _check_attention(config, dtype, shape)
     resolved = dataclasses.replace(
         config,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
         max_model_len=wanted,
         num_pages=num_pages,
         num_window_pages=num_window_pages if windows else config.num_window_pages,
     )
     counts = [num_pages, *(num_window_pages for _ in windows)]
     logger.info(
-        "%s, max_model_len %d, %s pages of %d tokens (%.2f GiB)",
+        "%s, max_model_len %d, %s pages of %d tokens in %s (%.2f GiB)",
         dtype,
         wanted,
         " + ".join(map(str, counts)),
         config.page_size,
+        kv_cache_dtype,
         sum(n * size for n, size in zip(counts, page_bytes, strict=True)) / 2**30,
     )
     return resolved
+
+
+def page_dtype(kv_cache_dtype: str) -> jnp.dtype:
+    """Return the dtype that a resolved `kv_cache_dtype` names."""
+    return jnp.dtype({"fp8_e4m3": "float8_e4m3fn"}.get(kv_cache_dtype, kv_cache_dtype))
+
+
+def _check_page_dtype(kv_cache_dtype: str, model_config: ModelConfig) -> None:
+    """Refuse to quantize what has no heads to scale one by one."""
+    if model_config.latent is not None and has_scales(page_dtype(kv_cache_dtype)):
+        raise ConfigError(
+            f"kv_cache_dtype={kv_cache_dtype} is not supported for latent attention, whose pages "
+            "are small already; leave it out, or take bfloat16"
+        )
+
+
+def _check_attention(config: EngineConfig, dtype: str, shape: CacheShape) -> None:
+    """Refuse an attention implementation that this device or model cannot have, before loading."""
+    problem = Problem(
+        dtype=dtype,
+        kv_dtype=shape.dtype,
+        head_dim=shape.head_dim,
+        page_size=config.page_size,
+    )
+    try:
+        chosen = choose(config.attention_impl, current_device(), problem)
+    except NotImplementedError as error:
+        raise ConfigError(f"attention_impl: {error}") from error
+    logger.info("attention: %s", chosen)
 
 
 def _page_counts(
@@ -126,6 +163,8 @@ def runner_config(config: EngineConfig, model_config: ModelConfig) -> RunnerConf
         page_size=config.page_size,
         max_logprobs=config.max_logprobs,
         dtype=jnp.dtype(config.dtype),
+        kv_cache_dtype=page_dtype(config.kv_cache_dtype),
         windows=model_config.windows_within(config.max_model_len),
         num_window_pages=config.num_window_pages or 0,
+        attention_impl=config.attention_impl,
     )

@@ -44,7 +44,8 @@ class RunnerConfig:
         num_pages: Pages of the full group, which holds whole sequences.
         page_size: Tokens per page.
         max_logprobs: Alternatives computed per token.
-        dtype: Of activations and KV pages.
+        dtype: Of activations.
+        kv_cache_dtype: Of KV pages; None: that of activations.
         windows: Each has a group of pages of its own.
         num_window_pages: Pages of each of these groups.
         attention_impl: See `pallas_kernels.paged_attention`.
@@ -60,6 +61,12 @@ class RunnerConfig:
     windows: tuple[int, ...] = ()
     num_window_pages: int = 0
     attention_impl: str = "auto"
+    kv_cache_dtype: Any = None
+
+    @property
+    def page_dtype(self) -> Any:
+        """Of KV pages."""
+        return self.dtype if self.kv_cache_dtype is None else self.kv_cache_dtype
 
     @property
     def max_pages(self) -> int:
@@ -166,7 +173,7 @@ class StepPrograms:
         self.config = config
         self.backbone = PureModule.of(model, parameters)
         self.head = PureModule.of(model.head(), parameters, rename=("projection", model.head_path))
-        shape = cache_shape(model.config, config.windows, config.page_size, config.dtype)
+        shape = cache_shape(model.config, config.windows, config.page_size, config.page_dtype)
         self._layer_groups = shape.layer_groups
         self._hidden_size = model.config.hidden_size
         self._vocab_size = model.config.vocab_size
@@ -230,6 +237,7 @@ class StepPrograms:
             batch.slot_mapping,
             layer_groups=self._layer_groups,
             impl=self.config.attention_impl,
+            sharding=self._cache.layers[0].k_pages.sharding,
         )
         hidden = self.backbone(leaves)(token_ids, batch.positions, attend)
         return attend.cache, hidden[batch.sample_tokens], hidden

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 
+from pallas_kernels.capability import GENERATIONS, Problem, choose, current_device
 from pallas_kernels.ragged_batch import RaggedBatch
-from pallas_kernels.shapes import Array, Float
+from pallas_kernels.shapes import Array, Float, Int
+from pallas_kernels.tiles import TileKey, decode_tiles, prefill_tiles
 from pallas_kernels.xla_attention import xla_paged_attention
 
-IMPLEMENTATIONS = ("xla",)
+FIXED_SPLIT_LEN = 1024
+"""Keys of a split of decode where a row's result must not depend on other rows."""
 
 
-# jitted so that a model's layers, which all call it with the same shapes, share one trace: 0.3 s
-# instead of 1.2 s to lower 30 layers.
-@partial(jax.jit, static_argnames=("scale", "sliding_window", "logit_softcap", "impl"))
 def paged_attention(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "num_pages K page_size H"],
-    v_pages: Float[Array, "num_pages K page_size H"],
+    k_pages: Float[Array, "num_pages K page_size H"] | Int[Array, "num_pages K page_size H"],
+    v_pages: Float[Array, "num_pages K page_size H"] | Int[Array, "num_pages K page_size H"],
     batch: RaggedBatch,
     *,
     scale: float,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    k_scales: Float[Array, "num_pages K page_size"] | None = None,
+    v_scales: Float[Array, "num_pages K page_size"] | None = None,
+    deterministic: bool = False,
     impl: str = "auto",
 ) -> Float[Array, "T N H"]:
     """Return causal attention of each row's new tokens over the row's pages.
@@ -35,34 +40,94 @@ def paged_attention(
 
     Args:
         q: Queries, packed as `batch` says.
-        k_pages: Keys by page; `num_pages` is that of the pool.
+        k_pages: Keys by page; `num_pages` is that of the pool. A float type, or int8 or
+            float8_e4m3fn with scales.
         v_pages: Values by page.
         batch: Which tokens and pages belong together.
-        scale: Multiplies the scores.
+        scale: Multiplies the scores; positive.
         sliding_window: Keys visible to a token, itself included; None for all.
         logit_softcap: Scores become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118).
         sinks: Per head, a score that takes part in the softmax with a value of zero (GPT-OSS,
             arXiv:2309.17453).
-        impl: "auto" or one of `IMPLEMENTATIONS`.
+        k_scales: float32; each key is the stored one times its scale.
+        v_scales: float32; each value is the stored one times its scale.
+        deterministic: Make a row's result bitwise the same whatever the other rows and the padded
+            sizes are, at the cost of dividing work less evenly.
+        impl: One of `capability.IMPLEMENTATIONS`.
 
     Returns:
         [T, N, H] in q's dtype; zeros for tokens of no row.
 
     Raises:
-        NotImplementedError: The forced implementation does not exist on this device.
+        NotImplementedError: The forced implementation cannot do this on this device.
     """
-    if impl not in ("auto", *IMPLEMENTATIONS):
-        raise NotImplementedError(
-            f"attention implementation {impl!r} is not available; use one of "
-            f"{', '.join(('auto', *IMPLEMENTATIONS))}"
-        )
-    return xla_paged_attention(
+    device = current_device()
+    optional = {"sinks": sinks, "k_scales": k_scales, "v_scales": v_scales}
+    return _paged_attention(
         q,
         k_pages,
         v_pages,
         batch,
-        scale=scale,
-        sliding_window=sliding_window,
-        logit_softcap=logit_softcap,
-        sinks=sinks,
+        {name: array for name, array in optional.items() if array is not None},
+        rule=(
+            ("scale", scale),
+            ("sliding_window", sliding_window),
+            ("logit_softcap", logit_softcap),
+        ),
+        deterministic=deterministic,
+        impl=choose(impl, device, Problem.of(q, k_pages)),
+        # Interpreted kernels are cut up as for the newest GPU that has been measured.
+        generation=device.generation or GENERATIONS[2],
+    )
+
+
+# jitted so that a model's layers, which all call it with the same shapes, share one trace: 0.3 s
+# instead of 1.2 s to lower 30 layers.
+@partial(jax.jit, static_argnames=("rule", "deterministic", "impl", "generation"))
+def _paged_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    batch: RaggedBatch,
+    optional: dict[str, Array],
+    *,
+    rule: tuple[tuple[str, Any], ...],
+    deterministic: bool,
+    impl: str,
+    generation: str,
+) -> Array:
+    how: dict[str, Any] = {**dict(rule), **optional}
+    if impl == "xla":
+        # Always deterministic: its blocks of keys are the same for every row.
+        return xla_paged_attention(q, k_pages, v_pages, batch, **how)
+    key = TileKey.of(generation, q.shape[2], q.dtype, k_pages.dtype)
+    paged_decode, paged_prefill = _kernels(impl, key)
+    with jax.named_scope("decode_rows"):
+        split_len = FIXED_SPLIT_LEN if deterministic else None
+        out = paged_decode(q, k_pages, v_pages, batch, split_len=split_len, **how)
+    if q.shape[0] == 1:
+        return out
+    with jax.named_scope("chunk_tiles"):
+        return paged_prefill(q, k_pages, v_pages, batch, out, **how)
+
+
+def _kernels(impl: str, key: TileKey) -> tuple[Callable[..., Array], Callable[..., Array]]:
+    """Return decode and prefill, with their tile sizes.
+
+    Imported only here, so that a jaxlib without one of the compilers can still do the rest.
+    """
+    if impl == "mosaic":
+        from pallas_kernels import mosaic
+
+        return (
+            partial(mosaic.paged_decode, tiles=mosaic.default_decode_tiles(key.head_dim)),
+            partial(mosaic.paged_prefill, tiles=mosaic.default_prefill_tiles(key.head_dim)),
+        )
+    from pallas_kernels.triton.decode import paged_decode
+    from pallas_kernels.triton.prefill import paged_prefill
+
+    interpret = impl == "interpret"
+    return (
+        partial(paged_decode, tiles=decode_tiles(key), interpret=interpret),
+        partial(paged_prefill, tiles=prefill_tiles(key), interpret=interpret),
     )

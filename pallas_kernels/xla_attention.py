@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.kv_pages import product_dtype
 from pallas_kernels.ragged_batch import RaggedBatch, tile_starts
 from pallas_kernels.shapes import Array, Bool, Float, Int
 
@@ -31,14 +32,16 @@ PADDING = max(BLOCK_ROWS, BLOCK_Q)
 
 def xla_paged_attention(
     q: Float[Array, "T N H"],
-    k_pages: Float[Array, "num_pages K page_size H"],
-    v_pages: Float[Array, "num_pages K page_size H"],
+    k_pages: Float[Array, "num_pages K page_size H"] | Int[Array, "num_pages K page_size H"],
+    v_pages: Float[Array, "num_pages K page_size H"] | Int[Array, "num_pages K page_size H"],
     batch: RaggedBatch,
     *,
     scale: float,
     sliding_window: int | None = None,
     logit_softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
+    k_scales: Float[Array, "num_pages K page_size"] | None = None,
+    v_scales: Float[Array, "num_pages K page_size"] | None = None,
 ) -> Float[Array, "T N H"]:
     """Return what `pallas_kernels.paged_attention` promises.
 
@@ -47,7 +50,8 @@ def xla_paged_attention(
         scores = softcap(q @ k.T * scale)
         out = softmax(where((p - window < arange(S)) & (arange(S) <= p), scores, -inf)) @ v
 
-    Sinks are one more score in the softmax, of a key whose value is 0.
+    Sinks are one more score in the softmax, of a key whose value is 0. Scales of keys multiply the
+    scores, scales of values the weights: that is the same as scaling the vectors, and cheaper.
     """
     T, N, H = q.shape
     K = k_pages.shape[1]
@@ -55,6 +59,8 @@ def xla_paged_attention(
         _attend_block,
         k_pages=k_pages,
         v_pages=v_pages,
+        k_scales=k_scales,
+        v_scales=v_scales,
         scale=scale,
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,
@@ -121,8 +127,10 @@ def _attend_block(
     *,
     page_table: Int[Array, "R P"],
     positions: Int[Array, "R Q"],
-    k_pages: Float[Array, "num_pages K page_size H"],
-    v_pages: Float[Array, "num_pages K page_size H"],
+    k_pages: Array,
+    v_pages: Array,
+    k_scales: Float[Array, "num_pages K page_size"] | None,
+    v_scales: Float[Array, "num_pages K page_size"] | None,
     scale: float,
     sliding_window: int | None,
     logit_softcap: float | None,
@@ -138,17 +146,21 @@ def _attend_block(
     page_table = jnp.pad(page_table, ((0, 0), (0, -P % pages_per_block)))
     queries = jnp.moveaxis(q, 1, 3).reshape(R, K, G * Q, H)
     queries = queries * jnp.asarray(scale, queries.dtype)
+    dtype = product_dtype(q.dtype, k_pages.dtype)
+    queries = queries.astype(dtype)
     query_positions = jnp.tile(positions, (1, G))  # [R, G * Q]
     first, end = _key_blocks(positions, block_k, sliding_window)
 
     def body(block, carry):
         out, row_max, row_sum = carry
         pages = lax.dynamic_slice_in_dim(page_table, block * pages_per_block, pages_per_block, 1)
-        k = _gather(k_pages, pages)  # [R, K, block_k, H]
-        v = _gather(v_pages, pages)
+        k = _gather(k_pages, pages).astype(dtype)  # [R, K, block_k, H]
+        v = _gather(v_pages, pages).astype(dtype)
         key_positions = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
         visible = _visible(query_positions, key_positions, sliding_window)[:, None]
         scores = jnp.einsum("RKMH,RKSH->RKMS", queries, k, preferred_element_type=jnp.float32)
+        if k_scales is not None:
+            scores *= _gather(k_scales[..., None], pages)[:, :, None, :, 0]
         if logit_softcap is not None:
             scores = logit_softcap * jnp.tanh(scores / logit_softcap)
         scores = jnp.where(visible, scores, -jnp.inf)  # [R, K, G*Q, block_k]
@@ -158,15 +170,16 @@ def _attend_block(
         weights = jnp.exp(scores - shift[..., None])
         rescale = jnp.exp(row_max - shift)
         # A page's unused slots may hold anything, NaN included, and 0 * NaN is NaN.
-        v = jnp.where(visible.any(2)[..., None], v, jnp.zeros((), v.dtype))
+        seen = visible.any(2)[..., None]
+        v = jnp.where(seen, v, jnp.zeros((), dtype))
+        new_sum = row_sum * rescale + weights.sum(-1)
+        if v_scales is not None:
+            scales = jnp.where(seen, _gather(v_scales[..., None], pages), 0.0)
+            weights *= jnp.swapaxes(scales, 2, 3)
         product = jnp.einsum(
-            "RKMS,RKSH->RKMH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+            "RKMS,RKSH->RKMH", weights.astype(dtype), v, preferred_element_type=jnp.float32
         )
-        return (
-            out * rescale[..., None] + product,
-            new_max,
-            row_sum * rescale + weights.sum(-1),
-        )
+        return out * rescale[..., None] + product, new_max, new_sum
 
     state = (
         jnp.zeros((R, K, G * Q, H), jnp.float32),
@@ -201,10 +214,11 @@ def _visible(
     return visible if sliding_window is None else visible & (distance < sliding_window)
 
 
-def _gather(
-    pages: Float[Array, "num_pages K page_size H"], page_ids: Int[Array, "R n"]
-) -> Float[Array, "R K S H"]:
-    """Collect pages side by side. Ids are clamped: slots behind the last page may hold anything."""
+def _gather(pages: Array, page_ids: Int[Array, "R n"]) -> Array:
+    """Collect pages [num_pages, K, page_size, H] side by side: [R, K, S, H].
+
+    Ids are clamped: slots behind the last page may hold anything.
+    """
     R, n = page_ids.shape
     _, K, page_size, H = pages.shape
     block = pages.at[page_ids].get(mode="clip")  # [R, n, K, page_size, H]

@@ -1,138 +1,32 @@
-"""Attention over pages against a float64 oracle that gathers each row's keys one by one."""
+"""Attention over pages, by every implementation that runs here, against the float64 oracle."""
 
 from __future__ import annotations
 
-import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pallas_kernels import RaggedBatch, paged_attention
-from pallas_kernels.attention import IMPLEMENTATIONS
+from tests.kernels.oracle import Case, attend, cases, make_step
 
-MAX_TOKENS, MAX_ROWS, MAX_PAGES = 160, 8, 24
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A step: `rows` lists (new tokens, keys in all) of each row, one-token rows first."""
-
-    rows: tuple[tuple[int, int], ...]
-    page_size: int = 16
-    num_heads: int = 6
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    sliding_window: int | None = None
-    logit_softcap: float | None = None
-    sinks: bool = False
-    dtype: str = "float32"
-    seed: int = 0
+IMPLEMENTATIONS = ("xla", "interpret")
+"""Plain jnp, and the GPU kernels under an interpreter."""
 
 
-def run_case(case: Case, impl: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return attention by `impl` and by the oracle, float64 [tokens in use, N, H].
-
-    Everything that must not matter is poisoned: pages nobody holds, slots behind a row's last key,
-    and page-table entries behind its last page and before the window of its first token lead to
-    NaN.
-    """
-    rng = np.random.default_rng(case.seed)
-    rows, ps = sorted(case.rows, key=lambda row: row[0] > 1), case.page_size
-    used = [-(-keys // ps) for _, keys in rows]
-    num_pages = sum(used) + 3
-    K, H = case.num_kv_heads, case.head_dim
-    pages = np.full((2, num_pages, K, ps, H), np.nan)
-    table = rng.integers(-5, num_pages + 5, (MAX_ROWS, MAX_PAGES)).astype(np.int32)
-    order = iter(rng.permutation(num_pages))
-    for i, (new, keys) in enumerate(rows):
-        oldest = max(0, keys - new - case.sliding_window + 1) if case.sliding_window else 0
-        first = oldest // ps
-        table[i, first : used[i]] = [next(order) for _ in range(first, used[i])]
-        for s in range(first * ps, keys):
-            pages[:, table[i, s // ps], :, s % ps] = rng.normal(size=(2, K, H))
-    q = rng.normal(size=(MAX_TOKENS, case.num_heads, H))
-    sinks = rng.normal(size=case.num_heads) if case.sinks else None
-    q, pages = (np.asarray(jnp.asarray(x, case.dtype)) for x in (q, pages))
-
-    starts = np.zeros(MAX_ROWS + 1, np.int32)
-    seq_lens = np.zeros(MAX_ROWS, np.int32)
-    starts[1 : len(rows) + 1] = np.cumsum([n for n, _ in rows])
-    starts[len(rows) + 1 :] = starts[len(rows)]
-    seq_lens[: len(rows)] = [keys for _, keys in rows]
-    batch = RaggedBatch(
-        page_table=jnp.asarray(table),
-        seq_lens=jnp.asarray(seq_lens),
-        query_start_loc=jnp.asarray(starts),
-        num_decode_rows=jnp.int32(sum(n == 1 for n, _ in rows)),
-        num_rows=jnp.int32(len(rows)),
-    )
-    out = paged_attention(
-        jnp.asarray(q),
-        jnp.asarray(pages[0]),
-        jnp.asarray(pages[1]),
-        batch,
-        scale=H**-0.5,
-        sliding_window=case.sliding_window,
-        logit_softcap=case.logit_softcap,
-        sinks=None if sinks is None else jnp.asarray(sinks, case.dtype),
-        impl=impl,
-    )
-    assert out.dtype == q.dtype
-    total = starts[len(rows)]
-    expected = np.zeros((total, case.num_heads, H))
-    for i, (n, keys) in enumerate(rows):
-        for j in range(n):
-            token = starts[i] + j
-            expected[token] = _attend(case, q[token], pages, table[i], keys - n + j, sinks)
-    return np.asarray(out[:total], np.float64), expected
-
-
-def _attend(case: Case, q, pages, table, position: int, sinks) -> np.ndarray:
-    window = case.sliding_window or position + 1
-    s = np.arange(max(0, position - window + 1), position + 1)
-    kv = pages[:, table[s // case.page_size], :, s % case.page_size].astype(np.float64)
-    keys, values = kv[:, 0], kv[:, 1]  # [S, K, H] each
-    group = case.num_heads // case.num_kv_heads
-    out = np.empty((case.num_heads, case.head_dim))
-    for head in range(case.num_heads):
-        scores = keys[:, head // group] @ q[head].astype(np.float64) * case.head_dim**-0.5
-        if case.logit_softcap is not None:
-            scores = case.logit_softcap * np.tanh(scores / case.logit_softcap)
-        if sinks is not None:
-            scores = np.append(scores, sinks[head])
-        weights = np.exp(scores - scores.max())
-        weights = (weights / weights.sum())[: len(s)]
-        out[head] = weights @ values[:, head // group]
-    return out
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Draw steps at the edges: lengths around pages and windows, full batches, equal rows."""
-    page_size = draw(st.sampled_from([1, 16]))
-    most_keys = MAX_PAGES * page_size
-    window = draw(st.sampled_from([None, 1, 23]))
-    edges = sorted({1, page_size, page_size + 1, 2 * page_size - 1, 22, 23, 24, most_keys})
-    rows, left = [], MAX_TOKENS
-    for _ in range(draw(st.integers(0, MAX_ROWS))):
-        keys = min(draw(st.sampled_from(edges) | st.integers(1, most_keys)), most_keys)
-        new = min(draw(st.sampled_from([1, 1, 2, 63, 64, 65, keys])), keys, left)
-        if new:
-            rows.append((new, keys))
-            left -= new
-    return Case(tuple(rows), page_size, sliding_window=window, seed=draw(st.integers(0, 999)))
+def check(case: Case, impl: str, tolerance: float | None = None) -> None:
+    step = make_step(case)
+    step.check(attend(partial(paged_attention, impl=impl), step), tolerance)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @settings(max_examples=25)
-@given(case=cases())
+@given(case=cases(head_dim=16))
 def test_ragged_steps_equal_the_oracle_and_read_no_poison(impl: str, case: Case) -> None:
-    out, expected = run_case(case, impl)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    check(case, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -140,36 +34,27 @@ def test_ragged_steps_equal_the_oracle_and_read_no_poison(impl: str, case: Case)
     ("heads", "kv_heads", "head_dim"), [(1, 1, 64), (9, 3, 64), (16, 1, 80), (4, 4, 256)]
 )
 def test_head_shapes(impl: str, heads: int, kv_heads: int, head_dim: int) -> None:
-    case = Case(
-        ((1, 300), (1, 5), (70, 90), (3, 3)),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-    )
-    out, expected = run_case(case, impl)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    rows = ((1, 300), (1, 5), (70, 90), (3, 3))
+    check(Case(rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 20])
 def test_softcap(impl: str, window: int | None) -> None:
     case = Case(((1, 300), (40, 90)), logit_softcap=2.0, sliding_window=window)
-    out, expected = run_case(case, impl)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    check(case, impl)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [None, 20])
 def test_sinks_take_their_share(impl: str, window: int | None) -> None:
-    case = Case(((1, 300), (1, 1), (40, 90)), sinks=True, sliding_window=window)
-    out, expected = run_case(case, impl)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    check(Case(((1, 300), (1, 1), (40, 90)), sinks=True, sliding_window=window), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_bfloat16_stays_within_its_precision(impl: str) -> None:
-    out, expected = run_case(Case(((1, 370), (60, 200)), dtype="bfloat16"), impl)
-    np.testing.assert_allclose(out, expected, atol=1e-2)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_short_floats_stay_within_their_precision(impl: str, dtype: str) -> None:
+    check(Case(((1, 370), (60, 200)), dtype=dtype), impl)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

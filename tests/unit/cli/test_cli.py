@@ -89,6 +89,7 @@ OTHER_VALUES: dict[str, Any] = {
     "model": "some/model",
     "tokenizer": "some/tokenizer",
     "dtype": "float32",
+    "kv_cache_dtype": "int8",
     "max_model_len": 100,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
@@ -106,6 +107,7 @@ OTHER_VALUES: dict[str, Any] = {
     "served_model_name": "name",
     "compilation_cache_dir": "",
     "tensor_parallel_size": 2,
+    "attention_impl": "xla",
 }
 REFUSED_SO_FAR = {"quantization"}
 

@@ -3,10 +3,12 @@
 import dataclasses
 import logging
 
+import jax
 import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
+from jaxinfer.kv_cache import CacheShape, make_cache
 from jaxinfer.models import ModelConfig
 from jaxinfer.resolution import resolve, runner_config
 from jaxinfer.step_programs import cache_shape
@@ -31,7 +33,7 @@ def sizes(model, **settings):
     """Return pages of whole sequences, of windows, and the bytes of all of them."""
     config = resolve(EngineConfig(dtype="bfloat16", **settings), model)
     shapes = runner_config(config, model)
-    shape = cache_shape(model, shapes.windows, shapes.page_size, "bfloat16")
+    shape = cache_shape(model, shapes.windows, shapes.page_size, shapes.page_dtype)
     size = sum(shape.page_bytes(group) * n for group, n in enumerate(shapes.group_pages))
     return config.num_pages, shapes.num_window_pages, size
 
@@ -78,3 +80,32 @@ def test_a_context_too_long_is_lowered_or_refused(caplog):
     assert size <= 2**27 and whole and windows
     with pytest.raises(ConfigError, match="needs 2048 pages"):
         sizes(GEMMA_3_270M, kv_cache_memory_bytes=2**27, max_model_len=32_768)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8_e4m3"])
+def test_one_byte_a_number_holds_almost_twice_the_pages(kv_cache_dtype):
+    """Per vector of 256 numbers: 256 bytes and a scale of 4 instead of 512."""
+    settings = {"kv_cache_memory_bytes": GIB, "max_model_len": 16_384}
+    whole, _, size = sizes(NO_WINDOWS, kv_cache_dtype=kv_cache_dtype, **settings)
+    before, _, _ = sizes(NO_WINDOWS, kv_cache_dtype="bfloat16", **settings)
+    assert whole / before == pytest.approx(512 / 260, rel=1e-3)
+    assert 0.99 * GIB < size <= GIB
+    assert sizes(NO_WINDOWS, kv_cache_dtype="float32", **settings)[0] == pytest.approx(
+        before / 2, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "int8", "float32"])
+@pytest.mark.parametrize("latent", [False, True])
+def test_page_bytes_are_those_of_the_arrays(kv_cache_dtype, latent):
+    shape = CacheShape(
+        layer_groups=(0, 1, 0),
+        num_kv_heads=3,
+        head_dim=8,
+        page_size=4,
+        dtype=kv_cache_dtype,
+        has_values=not latent,
+    )
+    cache = make_cache(shape, (5, 7), (None, None))
+    arrays = jax.tree.leaves(cache)
+    assert sum(x.nbytes for x in arrays) == 5 * shape.page_bytes(0) + 7 * shape.page_bytes(1)

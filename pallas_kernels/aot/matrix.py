@@ -1,0 +1,174 @@
+"""Which kernels are compiled: every kernel, dtype, head dim and feature at least once by default.
+
+Programs are those that a step runs: attention of a packed batch (decode rows and chunks of prompts
+in one program), and the writing of its keys and values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from pallas_kernels.aot.case import NARROW, WIDE, Case, Program
+from pallas_kernels.attention import paged_attention
+from pallas_kernels.capability import FLOAT_DTYPES, SCALED_DTYPES
+from pallas_kernels.kv_pages import KVPages, has_scales
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.ragged_batch import RaggedBatch
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+NUM_TOKENS, NUM_ROWS, MAX_PAGES, NUM_PAGES, PAGE_SIZE = 512, 16, 512, 4096, 16
+
+PREFILL, DECODE, COMBINE = "paged_prefill", "paged_decode_splits", "paged_decode_combine"
+WRITE = "write_kv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One compiled kind of attention.
+
+    Attributes:
+        dtype: Of queries.
+        kv_dtype: Of pages; None for that of queries.
+        head_dim: H.
+        group: Query heads per key/value head.
+        num_kv_heads: K.
+        window: Keys visible to a token.
+        softcap: Bound of the scores.
+        sinks: Heads have sinks.
+        deterministic: Splits at fixed positions.
+        num_pages: Of the pool.
+        impl: See `pallas_kernels.paged_attention`.
+        default: See `Case`.
+    """
+
+    dtype: str = "bfloat16"
+    kv_dtype: str | None = None
+    head_dim: int = 128
+    group: int = 4
+    num_kv_heads: int = 4
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    deterministic: bool = False
+    num_pages: int = NUM_PAGES
+    impl: str = "triton"
+    default: bool = False
+
+    @property
+    def name(self) -> str:
+        """E.g. "attention bfloat16, int8 pages, H 128, G 4, window"."""
+        parts = [f"attention {self.dtype}"]
+        parts += [f"{self.kv_dtype} pages"] if self.kv_dtype else []
+        parts += [f"H {self.head_dim}", f"G {self.group}"]
+        flags = ("window", "softcap", "sinks", "deterministic")
+        parts += [name for name in flags if getattr(self, name)]
+        parts += [f"{self.num_pages} pages"] if self.num_pages > NUM_PAGES else []
+        return ", ".join(parts)
+
+    def case(self) -> Case:
+        """Compile it for every chip."""
+        return Case(
+            name=self.name,
+            build=self._build,
+            kernels=(PREFILL, DECODE, COMBINE),
+            matrix={} if self.dtype == "float32" else {PREFILL: WIDE, DECODE: NARROW},
+            default=self.default,
+        )
+
+    def _build(self, _: Mesh) -> Program:
+        K, H = self.num_kv_heads, self.head_dim
+        pages = abstract_pages(self.kv_dtype or self.dtype, K, H, self.num_pages)
+        q = jax.ShapeDtypeStruct((NUM_TOKENS, K * self.group, H), jnp.dtype(self.dtype))
+        sinks = jax.ShapeDtypeStruct((K * self.group,), q.dtype) if self.sinks else None
+        attend = partial(
+            paged_attention,
+            scale=H**-0.5,
+            sliding_window=self.window,
+            logit_softcap=self.softcap,
+            deterministic=self.deterministic,
+            impl=self.impl,
+        )
+
+        def program(q: Any, pages: Any, batch: RaggedBatch, sinks: Any) -> jax.Array:
+            return attend(
+                q,
+                pages.k_pages,
+                pages.v_pages,
+                batch,
+                sinks=sinks,
+                k_scales=pages.k_scales,
+                v_scales=pages.v_scales,
+            )
+
+        return Program(program, (q, pages, abstract_batch(), sinks))
+
+
+def cases() -> list[Case]:
+    """The default ones, which together name everything once; then all combinations."""
+    covering = [
+        Attention(),
+        Attention(head_dim=64, group=8, num_kv_heads=8, window=128, sinks=True),
+        Attention(head_dim=80, group=1, dtype="float16"),
+        Attention(head_dim=96, dtype="float32"),
+        Attention(head_dim=192, group=16),
+        Attention(head_dim=256, group=2, window=4096, softcap=50.0),
+        Attention(kv_dtype="int8"),
+        Attention(kv_dtype="float8_e4m3fn", deterministic=True),
+        # Beyond 4 GiB an array takes offsets of 64 bits.
+        Attention(num_pages=2**18 + 1),
+    ]
+    pages = (None, *SCALED_DTYPES)
+    plain = [
+        Attention(dtype=dtype, kv_dtype=kv_dtype, head_dim=H)
+        for dtype, kv_dtype, H in itertools.product(FLOAT_DTYPES, pages, HEAD_DIMS)
+    ]
+    adorned = [replace(a, window=1024, softcap=30.0, sinks=True, group=8) for a in plain]
+    attention = {a.name: a for a in (*plain, *adorned)}
+    attention |= {a.name: replace(a, default=True) for a in covering}
+    return [*(a.case() for a in attention.values()), *(_write(dtype) for dtype in pages)]
+
+
+def _write(kv_dtype: str | None) -> Case:
+    def build(_: Mesh) -> Program:
+        pages = abstract_pages(kv_dtype or "bfloat16", 4, 128)
+        new = jax.ShapeDtypeStruct((NUM_TOKENS, 4, 128), jnp.bfloat16)
+        slots = jax.ShapeDtypeStruct((NUM_TOKENS,), jnp.int32)
+        function = jax.jit(partial(write_kv, impl="triton"), donate_argnums=2)
+        return Program(function, (new, new, pages, slots))
+
+    return Case(name=f"write {kv_dtype or 'bfloat16'} pages", build=build, kernels=(WRITE,))
+
+
+def abstract_pages(
+    dtype: str, num_kv_heads: int, head_dim: int, num_pages: int = NUM_PAGES
+) -> KVPages:
+    """Return pages as shapes, with scales where the dtype has them."""
+    shape = (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
+
+    def zeros() -> KVPages:
+        kinds = [jnp.zeros(shape, jnp.dtype(dtype)) for _ in range(2)]
+        scales = [jnp.zeros(shape[:3], jnp.float32) for _ in range(2) if has_scales(dtype)]
+        return KVPages(*kinds, *scales)
+
+    return jax.eval_shape(zeros)
+
+
+def abstract_batch() -> RaggedBatch:
+    """Return a step's metadata as shapes."""
+    ints = partial(jnp.zeros, dtype=jnp.int32)
+    return jax.eval_shape(
+        lambda: RaggedBatch(
+            page_table=ints((NUM_ROWS, MAX_PAGES)),
+            seq_lens=ints((NUM_ROWS,)),
+            query_start_loc=ints((NUM_ROWS + 1,)),
+            num_decode_rows=ints(()),
+            num_rows=ints(()),
+        )
+    )

@@ -1,0 +1,125 @@
+"""The running softmax of a tile of scores in a warpgroup's registers.
+
+Knows scores and their layout; knows no pages and no barriers. FlashAttention's recurrence
+(arXiv:2205.14135, algorithm 1) to base 2, the exponential that the hardware has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.shapes import Array
+
+LOG2E = math.log2(math.e)
+
+MASKED = -1e30
+"""Score of what is not seen. Finite, so that the difference of two of them is no NaN; whatever a
+row sums up before it has seen its first key, the first real score multiplies by 0."""
+
+ROWS = 64
+"""Rows of the tile that one warpgroup multiplies."""
+
+TILE = plgpu.Layout.WGMMA
+"""How a warpgroup's registers hold a tile of `ROWS` rows."""
+
+
+class Running(NamedTuple):
+    """Softmax so far.
+
+    Attributes:
+        acc: float32 [ROWS, H], weighted values, not yet divided by `row_sum`.
+        row_max: float32 [ROWS], largest score, times log2(e).
+        row_sum: float32 [ROWS], sum of weights.
+    """
+
+    acc: Array
+    row_max: Array
+    row_sum: Array
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """How products of queries and keys become scores.
+
+    Attributes:
+        scale: Multiplies them; positive.
+        softcap: Scores become `softcap * tanh(score / softcap)`; None leaves them.
+    """
+
+    scale: float
+    softcap: float | None
+
+    @property
+    def log2_scale(self) -> float:
+        """What is left to multiply `capped` products with to have scores to base 2."""
+        return LOG2E * (self.scale if self.softcap is None else 1.0)
+
+    def capped(self, products: Array) -> Array:
+        """Apply the cap. tanh by exponentials: the hardware's tanh has 11 bits, times the cap."""
+        if self.softcap is None:
+            return products
+        doubled = jnp.exp2(products * (2.0 * LOG2E * self.scale / self.softcap))
+        return self.softcap - (2.0 * self.softcap) * (1.0 / (1.0 + doubled))
+
+
+def start(head_dim: int, row_max: Array | None) -> Running:
+    """Return the softmax of no keys; of one key with score `row_max` and value 0 if it is given."""
+    acc = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), TILE)
+    full = lambda value: plgpu.layout_cast(  # noqa: E731
+        jnp.full((ROWS,), value, jnp.float32), TILE.reduce(1)
+    )
+    if row_max is None:
+        return Running(acc, full(MASKED), full(0.0))
+    return Running(acc, row_max, full(1.0))
+
+
+def see(state: Running, scores: Array, log2_scale: float) -> tuple[Running, Array]:
+    """Take in a block of scores.
+
+    Args:
+        state: Before.
+        scores: float32 [ROWS, block_k], `MASKED` where a key is not seen.
+        log2_scale: Multiplies the scores.
+
+    Returns:
+        The state after, except that `acc` lacks the block's values yet, and the weights that they
+        are to be multiplied with, float32 [ROWS, block_k].
+    """
+    row_max = jnp.maximum(state.row_max, scores.max(axis=1) * log2_scale)
+    rescale = jnp.exp2(state.row_max - row_max)
+    weights = jnp.exp2(scores * log2_scale - lax.broadcast_in_dim(row_max, scores.shape, [0]))
+    acc = state.acc * lax.broadcast_in_dim(rescale, state.acc.shape, [0])
+    return Running(acc, row_max, state.row_sum * rescale + weights.sum(axis=1)), weights
+
+
+def finish(state: Running) -> Array:
+    """Return the weighted mean of the values, float32 [ROWS, H]; zeros where nothing was seen."""
+    inverse = 1.0 / jnp.maximum(state.row_sum, 1e-30)
+    return state.acc * lax.broadcast_in_dim(inverse, state.acc.shape, [0])
+
+
+def clear_values_from(values, first: Array, *, head_dim: int, columns: int) -> None:
+    """Zero the rows [first, block_k) of a block of values in shared memory.
+
+    Slots behind a sequence's last key may hold anything, NaN included. Their weights are 0, but
+    0 * NaN is NaN. Ends with the fence that a wgmma needs to see the zeros.
+
+    Args:
+        values: Reference to [block_k, H].
+        first: Traced row.
+        head_dim: H.
+        columns: Columns of the reference's tiles.
+    """
+    for row in range(0, values.shape[0], ROWS):
+        for column in range(0, head_dim, columns):
+            part = values.at[row : row + ROWS, column : column + columns]
+            block = plgpu.load(part, layout=TILE)
+            rows = plgpu.broadcasted_iota(jnp.int32, block.shape, 0, layout=TILE) + row
+            part[...] = jnp.where(rows < first, block, jnp.zeros_like(block))
+    plgpu.commit_smem()

@@ -1,0 +1,1 @@
+"""The portable GPU kernels: one source for every NVIDIA generation since Ampere."""

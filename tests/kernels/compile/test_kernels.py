@@ -1,0 +1,94 @@
+"""Every kernel, compiled for one chip of each GPU generation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.aot import CHIPS, Report, Toolchain, compile_cases, table
+from pallas_kernels.aot.case import cases_of
+from pallas_kernels.aot.driver import Job
+
+ROOT = Path(__file__).parents[3]
+MATRIX = "pallas_kernels.aot.matrix"
+CASES = cases_of(MATRIX)
+REFUSED = {
+    (name, "a100"): "cannot read float8_e4m3fn pages on NVIDIA A100.*use int8 or bfloat16 pages"
+    for name in CASES
+    if "float8" in name
+}
+"""What a chip cannot do, and how it is said."""
+
+MAX_GRID = 65_535
+"""Thread blocks along the second and third axis of a launch."""
+
+JOBS = [
+    pytest.param(name, chip, marks=() if case.default else pytest.mark.slow, id=f"{name}-{chip}")
+    for name, case in CASES.items()
+    for chip in case.chips
+]
+
+# The first test waits for all programs of its batch.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def reports(toolchain: Toolchain, request: pytest.FixtureRequest) -> dict[tuple[str, str], Report]:
+    """What the selected tests ask for, compiled in as few processes as possible."""
+    wanted = [
+        Job(MATRIX, *item.callspec.id.rsplit("-", 1))
+        for item in request.session.items
+        if item.path == request.path
+        and "reports" in item.fixturenames
+        and hasattr(item, "callspec")
+    ]
+    jobs = list(dict.fromkeys(wanted))
+    made = compile_cases(jobs, toolchain, processes=2)
+    return {(report.case, report.chip): report for report in made}
+
+
+@pytest.mark.parametrize(("name", "chip"), JOBS)
+def test_kernel_compiles_for_the_chip(name: str, chip: str, reports: dict[tuple[str, str], Report]):
+    report, case = reports[name, chip], CASES[name]
+    if (name, chip) in REFUSED:
+        # In our words and before the compiler sees it: from there an abort would come back.
+        assert re.search(f"^NotImplementedError: .*{REFUSED[name, chip]}", report.error or "")
+        return
+    assert report.ok, report.error or report.crash
+    kernels = report.named(case.kernels)
+    for beginning in case.kernels:
+        assert any(kernel.name.startswith(beginning) for kernel in kernels), beginning
+    for kernel in kernels:
+        assert kernel.target == CHIPS[chip].target
+        assert kernel.spill_bytes == 0, f"{kernel.name} spills {kernel.spill_bytes} bytes"
+        assert not {"STL", "LDL"} & kernel.instructions.keys(), f"{kernel.name} uses local memory"
+        assert kernel.shared_bytes <= CHIPS[chip].shared_bytes
+        assert max(kernel.grid[1:], default=0) <= MAX_GRID, kernel.grid
+    for beginning, opcodes in case.matrix.items():
+        for kernel in report.named((beginning,)):
+            assert opcodes[chip] in kernel.instructions, table.instruction_mix(kernel)
+
+
+def test_table_of_the_docs_is_current(reports: dict[tuple[str, str], Report]):
+    """Registers may differ a little between versions of XLA; what is used may not."""
+    known = table.read_page(ROOT / "docs" / "reference" / "gpu-kernels.md")
+    compiled = {
+        row[:3]: dict(zip(table.HEAD, row, strict=True))
+        for (name, _), report in reports.items()
+        if CASES[name].default
+        for row in table.rows_of(report, CASES[name])
+    }
+    if len(reports) >= sum(len(case.chips) for case in CASES.values() if case.default):
+        assert known.keys() == compiled.keys(), "run `make gpu-table`"
+    for key, row in compiled.items():
+        assert _gist(known[key]) == _gist(row), f"{key}: run `make gpu-table`"
+        if row["registers"]:
+            assert abs(int(known[key]["registers"]) - int(row["registers"])) <= 16, key
+
+
+def _gist(row: dict[str, str]) -> dict[str, object]:
+    """What must not differ: everything but registers and how often an instruction occurs."""
+    kept = {column: row[column] for column in ("target", "threads", "spills", "shared")}
+    return {**kept, "code": re.findall(r"[A-Z]{4,}", row["code"])}
