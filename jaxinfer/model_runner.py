@@ -57,10 +57,12 @@ class InFlight:
     Attributes:
         sampled: The tokens; None if the step samples none.
         prompt_scores: Scored parts of prompts, in order.
+        counts: Of several decode steps: tokens by row.
     """
 
     sampled: SampledTokens | None
-    prompt_scores: tuple[PromptScores, ...]
+    prompt_scores: tuple[PromptScores, ...] = ()
+    counts: jax.Array | None = None
 
 
 class ModelRunner:
@@ -102,6 +104,9 @@ class ModelRunner:
             self._score(T, hidden.tokens, nothing, nothing)
             for B in self.config.row_buckets:
                 self._call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
+        if self.max_decode_steps > 1:
+            for B in self.config.row_buckets:
+                self.decode(StepPlan(rows=()), B)
         jax.block_until_ready(self._last_sampled)
 
     def forward(self, plan: StepPlan) -> Hidden:
@@ -128,8 +133,31 @@ class ModelRunner:
         page_table = self._page_table(rows, B)
         return InFlight(self._call_sampler(B, hidden.sampled, packed, page_table), scores)
 
+    def decode(self, plan: StepPlan, bucket: int | None = None) -> InFlight:
+        """Dispatch all decode steps of a plan, from tokens to tokens.
+
+        Tokens of the step before may still be in flight.
+        """
+        rows = plan.rows
+        B = bucket or bucket_of(len(rows), self.config.row_buckets)
+        sampling = self._packer.pack(rows, B)
+        bias, allowed, _ = self._neutral[B]
+        self._cache, sampled, counts = self.programs.compiled["decode", B](
+            (self.programs.backbone.leaves, self.programs.head.leaves),
+            self._cache,
+            self.config.decode_layout(B).pack(plan),
+            self._last_sampled,
+            self._packer.pack_limits(rows, B),
+            sampling.rows,
+            bias if sampling.bias is None else sampling.bias,
+            allowed if sampling.allowed is None else sampling.allowed,
+        )
+        return InFlight(sampled, counts=counts)
+
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult:
         """Wait for a step's tokens and bring them to the host; alternatives only if asked for."""
+        if step.counts is not None:
+            return self._fetch_steps(plan, step)
         prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         for part in step.prompt_scores:
             request = part.request
@@ -141,19 +169,50 @@ class ModelRunner:
             return StepResult(
                 token_ids=(), corrupted=(), logprobs=(), prompt_logprobs=_frozen(prompt_logprobs)
             )
-        token_ids, corrupted = jax.device_get((step.sampled.token_ids, step.sampled.corrupted))
+        fetched = jax.device_get((step.sampled.token_ids, step.sampled.corrupted))
+        token_ids, corrupted = (x[: len(rows)].tolist() for x in fetched)
+        tokens: list[tuple[int, ...]] = list(zip(token_ids, strict=True))
+        if any(corrupted):
+            tokens = [() if bad else t for t, bad in zip(tokens, corrupted, strict=True)]
         widths = [row.request.params.logprobs for row in rows]
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * len(rows)
         if any(width is not None for width in widths):
-            s = step.sampled
-            scores = Logprobs(s.logprobs, s.ranks, s.top_token_ids, s.top_logprobs)
-            logprobs = _entries(scores, widths)
+            entries = _entries(_scores(step.sampled), widths)
+            logprobs = [None if entry is None else (entry,) for entry in entries]
         return StepResult(
-            token_ids=tuple(token_ids[: len(rows)].tolist()),
-            corrupted=tuple(corrupted[: len(rows)].tolist()),
+            token_ids=tuple(tokens),
+            corrupted=tuple(corrupted),
             logprobs=tuple(logprobs),
             prompt_logprobs=_frozen(prompt_logprobs),
         )
+
+    def _fetch_steps(self, plan: StepPlan, step: InFlight) -> StepResult:
+        sampled = step.sampled
+        assert sampled is not None, "decode steps sample"
+        fetched = jax.device_get((step.counts, sampled.token_ids, sampled.corrupted))
+        counts, token_ids, corrupted = fetched
+        n = len(plan.rows)
+        widths = [row.request.params.logprobs for row in plan.rows]
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * n
+        if any(width is not None for width in widths):
+            scores = jax.device_get(_scores(sampled))
+            steps = range(int(counts[:n].max()))
+            entries = [_entries(jax.tree.map(lambda x: x[i], scores), widths) for i in steps]
+            logprobs = [
+                None if width is None else tuple(e for step in entries[:count] if (e := step[i]))
+                for i, (width, count) in enumerate(zip(widths, counts, strict=False))
+            ]
+        rows = zip(token_ids.T[:n].tolist(), counts.tolist(), strict=False)
+        return StepResult(
+            token_ids=tuple(tuple(tokens[:count]) for tokens, count in rows),
+            corrupted=tuple(corrupted.any(axis=0)[:n].tolist()),
+            logprobs=tuple(logprobs),
+        )
+
+    @property
+    def max_decode_steps(self) -> int:
+        """How many decode steps one dispatch may have."""
+        return self.config.num_decode_steps
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -254,6 +313,11 @@ def _entries(scores: Logprobs, widths: Sequence[int | None]) -> list[TokenLogpro
         )
         for logprob, rank, ids, values, width in zip(*columns, widths, strict=True)
     ]
+
+
+def _scores(sampled: SampledTokens) -> Logprobs:
+    s = sampled
+    return Logprobs(s.logprobs, s.ranks, s.top_token_ids, s.top_logprobs)
 
 
 def _frozen(entries: Mapping[str, list[TokenLogprobs]]) -> dict[str, tuple[TokenLogprobs, ...]]:

@@ -99,6 +99,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self._needs_host = self.params.needs_host_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -117,6 +118,22 @@ class Request:
         """Tokens that could be computed now; none while the last one of all is in flight."""
         num_tokens = self.num_tokens_with_pending
         return num_tokens - self.num_computed_tokens if num_tokens < self.max_total_tokens else 0
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that may still be sampled, those in flight not counted."""
+        return self.max_total_tokens - self.num_tokens_with_pending
+
+    @property
+    def num_steps_unattended(self) -> float:
+        """Decode steps that need nothing of the host in between; 0 if it must see each token.
+
+        The ids allowed change once `min_tokens` are reached; otherwise there is no end to it.
+        """
+        if self._needs_host:
+            return 0
+        num_early = self.params.min_tokens - (self.num_tokens_with_pending - self.num_prompt_tokens)
+        return num_early if num_early > 0 else float("inf")
 
     @property
     def num_output_tokens(self) -> int:

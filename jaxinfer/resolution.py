@@ -128,4 +128,5 @@ def runner_config(config: EngineConfig, model_config: ModelConfig) -> RunnerConf
         dtype=jnp.dtype(config.dtype),
         windows=model_config.windows_within(config.max_model_len),
         num_window_pages=config.num_window_pages or 0,
+        num_decode_steps=config.num_decode_steps,
     )

@@ -19,7 +19,7 @@ from jax import numpy as jnp
 from jaxinfer.batch import ScheduledRow
 from jaxinfer.request import Request
 from jaxinfer.sampler import SamplingInputs
-from jaxinfer.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from jaxinfer.sampling_params import MAX_LOGIT_BIAS
 
 FLOAT_FIELDS = (
     "temperature",
@@ -37,6 +37,10 @@ WANTS_LOGPROBS, HAS_BIAS, HAS_MASK = 1, 2, 4  # bits of `flags`
 MIN_TEMPERATURE = 1e-5
 # Where float32 arithmetic on logits stays finite.
 MAX_FACTOR = 1e30
+
+MAX_STOP_IDS = 8
+"""End tokens of a row that several decode steps look out for. Of a row with more the host finds
+some end only afterwards, and drops what came behind it."""
 
 _F = {name: i for i, name in enumerate(ROW_FIELDS)}
 # 1 is "no effect" here, 0 everywhere else.
@@ -98,11 +102,6 @@ def child_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
 
 
-def needs_host_tokens(params: SamplingParams) -> bool:
-    """Return whether packing needs every earlier token on the host, so no overlapped step."""
-    return any(len(words) > 1 for words in params.bad_words_token_ids or ())
-
-
 class SamplingPacker:
     """Packs the sampling parameters of a step, remembering what never changes about a request."""
 
@@ -126,7 +125,7 @@ class SamplingPacker:
                 (structured output).
 
         Raises:
-            ValueError: More rows than `bucket`, or a row that `needs_host_tokens` lacks some.
+            ValueError: More rows than `bucket`.
         """
         if len(rows) > bucket:
             raise ValueError(f"{len(rows)} sampling rows do not fit a bucket of {bucket}")
@@ -146,6 +145,19 @@ class SamplingPacker:
                 allowed[i] = mask
                 packed[_F["flags"], i] |= HAS_MASK
         return PackedSampling(rows=packed, bias=bias, allowed=allowed)
+
+    def pack_limits(self, rows: Sequence[ScheduledRow], bucket: int) -> np.ndarray:
+        """Return int32 [2 + MAX_STOP_IDS, bucket]: what ends each row within several decode steps.
+
+        Its steps, the first position at which an end token counts, and the end tokens, filled up
+        with -1. Padding has no step.
+        """
+        packed = np.full((2 + MAX_STOP_IDS, bucket), -1, np.int32)
+        packed[0] = 0
+        for i, row in enumerate(rows):
+            packed[0, i] = row.num_steps
+            packed[1:, i] = self._prepare(row.request).ends
+        return packed
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a finished request; unknown ids are fine."""
@@ -170,6 +182,7 @@ class _Prepared:
         base: Allowed ids at any time, uint32 [ceil(V / 32)]; None for all.
         early: `base` without the tokens that end the output, for outputs below `min_tokens`.
         phrases: Forbidden sequences of two tokens and more.
+        ends: int32 [1 + MAX_STOP_IDS], for `SamplingPacker.pack_limits`.
     """
 
     request: Request
@@ -179,6 +192,7 @@ class _Prepared:
     base: np.ndarray | None
     early: np.ndarray | None
     phrases: tuple[tuple[int, ...], ...]
+    ends: np.ndarray
 
     @classmethod
     def of(cls, request: Request, vocab_size: int) -> _Prepared:
@@ -197,6 +211,7 @@ class _Prepared:
             base=base,
             early=_ban(base, ends if params.min_tokens else (), vocab_size),
             phrases=tuple(word for word in words if len(word) > 1),
+            ends=_ends(request, ends),
         )
 
     def mask(self, row: ScheduledRow) -> np.ndarray | None:
@@ -250,6 +265,14 @@ def _bias(logit_bias: Mapping[int, float], vocab_size: int) -> np.ndarray:
     bias[0, : len(logit_bias)] = list(logit_bias)
     bias[1, : len(logit_bias)] = np.array(list(logit_bias.values()), np.float32).view(np.int32)
     return bias
+
+
+def _ends(request: Request, token_ids: Iterable[int]) -> np.ndarray:
+    ends = np.full(1 + MAX_STOP_IDS, -1, np.int32)
+    ends[0] = request.num_prompt_tokens + request.params.min_tokens
+    known = sorted(token_ids)[:MAX_STOP_IDS]
+    ends[1 : 1 + len(known)] = known
+    return ends
 
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
