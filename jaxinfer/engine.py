@@ -85,7 +85,7 @@ class Engine:
         )
         self._guard = CompileGuard()
         self._in_flight: tuple[StepPlan, object] | None = None
-        self._timer = StepTimer(runner.max_decode_steps)
+        self._timer = StepTimer(min(config.num_decode_steps, runner.max_decode_steps))
         self._busy_since = 0.0  # when the step in flight had the device for itself
         self._stats = EngineStats(num_pages=self.scheduler.pages.num_pages)
 
