@@ -86,12 +86,12 @@ def decode_loop(
         The cache; the results, [num_steps, B, ...] each; how many of them each row has, int32 [B].
         A row whose logits held a NaN is marked at the step behind its last token.
     """
-    max_tokens, first_end, end_ids = limits[0], limits[1], limits[2:]
+    max_tokens, end_ids = limits[0], limits[1:]
     used = batch.positions >= 0
 
-    def ends(token_ids: Array, positions: Array) -> Array:
-        is_end = jnp.any(token_ids[None] == end_ids, axis=0)
-        return is_end & (positions >= first_end)
+    def ends(token_ids: Array) -> Array:
+        # No matter how long the output is: before `min_tokens` these cannot be sampled.
+        return jnp.any(token_ids[None] == end_ids, axis=0)
 
     def alive(state: Progress) -> Array:
         return state.running & (state.step < max_tokens)
@@ -129,7 +129,7 @@ def decode_loop(
         sampled = draw(logits, state, attend.cache)
         corrupted = sampled.corrupted & now
         newest = jnp.where(now & ~corrupted, sampled.token_ids, state.token_ids)
-        ended = now & (corrupted | ends(newest, positions + 1))
+        ended = now & (corrupted | ends(newest))
         sampled = dataclasses.replace(sampled, corrupted=corrupted)
         return Progress(
             step=state.step + 1,
@@ -149,7 +149,7 @@ def decode_loop(
         cache=cache,
         token_ids=token_ids,
         # The newest token may be one that the host has not seen, and the last.
-        running=used & ~ends(token_ids, batch.positions),
+        running=used & ~((batch.pending_rows >= 0) & ends(token_ids)),
         counts=jnp.zeros_like(token_ids),
         sampled=(),
     )

@@ -147,12 +147,11 @@ class SamplingPacker:
         return PackedSampling(rows=packed, bias=bias, allowed=allowed)
 
     def pack_limits(self, rows: Sequence[ScheduledRow], bucket: int) -> np.ndarray:
-        """Return int32 [2 + MAX_STOP_IDS, bucket]: what ends each row within several decode steps.
+        """Return int32 [1 + MAX_STOP_IDS, bucket]: what ends each row within several decode steps.
 
-        Its steps, the first position at which an end token counts, and the end tokens, filled up
-        with -1. Padding has no step.
+        Its number of steps, none for padding, and its end tokens, filled up with -1.
         """
-        packed = np.full((2 + MAX_STOP_IDS, bucket), -1, np.int32)
+        packed = np.full((1 + MAX_STOP_IDS, bucket), -1, np.int32)
         packed[0] = 0
         for i, row in enumerate(rows):
             packed[0, i] = row.num_steps
@@ -182,7 +181,7 @@ class _Prepared:
         base: Allowed ids at any time, uint32 [ceil(V / 32)]; None for all.
         early: `base` without the tokens that end the output, for outputs below `min_tokens`.
         phrases: Forbidden sequences of two tokens and more.
-        ends: int32 [1 + MAX_STOP_IDS], for `SamplingPacker.pack_limits`.
+        ends: int32 [MAX_STOP_IDS], for `SamplingPacker.pack_limits`.
     """
 
     request: Request
@@ -211,7 +210,7 @@ class _Prepared:
             base=base,
             early=_ban(base, ends if params.min_tokens else (), vocab_size),
             phrases=tuple(word for word in words if len(word) > 1),
-            ends=_ends(request, ends),
+            ends=_ends(ends),
         )
 
     def mask(self, row: ScheduledRow) -> np.ndarray | None:
@@ -267,11 +266,10 @@ def _bias(logit_bias: Mapping[int, float], vocab_size: int) -> np.ndarray:
     return bias
 
 
-def _ends(request: Request, token_ids: Iterable[int]) -> np.ndarray:
-    ends = np.full(1 + MAX_STOP_IDS, -1, np.int32)
-    ends[0] = request.num_prompt_tokens + request.params.min_tokens
+def _ends(token_ids: Iterable[int]) -> np.ndarray:
     known = sorted(token_ids)[:MAX_STOP_IDS]
-    ends[1 : 1 + len(known)] = known
+    ends = np.full(MAX_STOP_IDS, -1, np.int32)
+    ends[: len(known)] = known
     return ends
 
 

@@ -262,7 +262,7 @@ class StepPrograms:
             self._cache,
             self._array((layout.size,)),
             self._array((self.config.max_num_seqs,)),
-            self._array((2 + MAX_STOP_IDS, B)),
+            self._array((1 + MAX_STOP_IDS, B)),
             *self._sampling_arrays(B),
         )
 

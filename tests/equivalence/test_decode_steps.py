@@ -102,7 +102,7 @@ def test_requests_get_the_tokens_of_single_steps(num_decode_steps: int, settings
     work, single = expected("smollm2")
     engine = engine_with("smollm2", num_decode_steps, **settings)
     assert run_as_they_come(engine, work) == single
-    assert engine.stats.num_multi_steps > 10
+    assert engine.stats.num_multi_steps > 4
     assert run_tokens(engine, work) == single  # all at once, and from the prefix cache
     assert (engine.stats.num_preemptions > 0) == ("num_pages" in settings)
 

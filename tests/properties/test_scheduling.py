@@ -141,6 +141,26 @@ class SchedulingMachine(RuleBasedStateMachine):
         if corrupt_after is not None:
             self.corrupt_after[request_id] = corrupt_after
 
+    @precondition(lambda self: any(r.finish_reason for r in self.requests.values()))
+    @rule(data=st.data(), max_tokens=st.integers(1, 14))
+    def reply(self, data, max_tokens):
+        """The next turn of a conversation: its prefix is what another request ended with."""
+        over = [name for name, r in self.requests.items() if r.finish_reason]
+        said = self.requests[data.draw(st.sampled_from(sorted(over)))]
+        self.add(
+            prompt=[*said.token_ids, 1],
+            max_tokens=max_tokens,
+            eos=tuple(range(20)),
+            seed=0,
+            salt=said.cache_salt,
+            priority=0,
+            prompt_logprobs=None,
+            logprobs=None,
+            min_tokens=0,
+            phrases=None,
+            corrupt_after=self.corrupt_after.get(said.request_id),
+        )
+
     @precondition(lambda self: self.loop.has_unfinished)
     @rule(count=st.integers(1, 6))
     def step(self, count):
