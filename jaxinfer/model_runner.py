@@ -196,8 +196,8 @@ class ModelRunner:
         logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * n
         if any(width is not None for width in widths):
             scores = jax.device_get(_scores(sampled))
-            steps = range(int(counts[:n].max()))
-            entries = [_entries(jax.tree.map(lambda x: x[i], scores), widths) for i in steps]
+            steps = [Logprobs(*arrays) for arrays in zip(*scores, strict=True)]
+            entries = [_entries(step, widths) for step in steps[: counts[:n].max()]]
             logprobs = [
                 None if width is None else tuple(e for step in entries[:count] if (e := step[i]))
                 for i, (width, count) in enumerate(zip(widths, counts, strict=False))

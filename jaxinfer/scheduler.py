@@ -115,8 +115,10 @@ class Scheduler:
         Args:
             max_decode_steps: While nobody waits, that many tokens a request may be planned at once.
         """
-        if max_decode_steps > 1 and (rows := self._decode_rows(max_decode_steps)):
-            return StepPlan(rows=rows, num_decode_steps=max(row.num_steps for row in rows))
+        several = self._decode_rows(max_decode_steps) if max_decode_steps > 1 else ()
+        if several:
+            num_decode_steps = max(row.num_steps for row in several)
+            return StepPlan(rows=several, num_decode_steps=num_decode_steps)
         rows: list[ScheduledRow] = []
         num_preemptions_before = self.num_preemptions
 

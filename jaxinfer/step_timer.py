@@ -1,4 +1,4 @@
-"""How many decode steps may go into one dispatch, by the time that a step takes. No clock of its own.
+"""How many decode steps may go into one dispatch, by how long a step takes. Reads no clock.
 
 A newcomer waits until the dispatch in flight is over. A fixed number of steps would make that wait
 longer the more requests run, and save ever less: what is saved is the host's share of each step.
