@@ -15,6 +15,7 @@ from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
 from jaxinfer.compilation import bucket_of
 from jaxinfer.kv_cache import make_cache
 from jaxinfer.models import ModelConfig, Transformer
+from jaxinfer.page_tables import PageTables
 from jaxinfer.request import Request, TokenLogprobs
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
@@ -92,6 +93,7 @@ class ModelRunner:
         self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
         self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
         self._packer = SamplingPacker(model_config.vocab_size)
+        self._tables = PageTables(len(config.group_pages), config.max_pages)
         self._last_sampled = self._put(np.zeros(config.max_num_seqs, np.int32))
         self._neutral = {B: self._neutral_parts(B) for B in config.row_buckets}
 
@@ -100,7 +102,7 @@ class ModelRunner:
         self.programs.compiled.compile_all(on_progress)
         nothing = np.zeros(SCORED_TOKENS, np.int32)
         for T in self.config.token_buckets:
-            hidden = self._call_backbone(T, self.config.layout(T).pack(StepPlan(rows=())))
+            hidden = self.forward(StepPlan(rows=()), T)
             self._score(T, hidden.tokens, nothing, nothing)
             for B in self.config.row_buckets:
                 self._call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
@@ -109,10 +111,10 @@ class ModelRunner:
                 self.decode(StepPlan(rows=()), B)
         jax.block_until_ready(self._last_sampled)
 
-    def forward(self, plan: StepPlan) -> Hidden:
+    def forward(self, plan: StepPlan, bucket: int | None = None) -> Hidden:
         """Dispatch the backbone over the plan's tokens; returns before it is done."""
-        T = bucket_of(plan.num_tokens, self.config.token_buckets)
-        return self._call_backbone(T, self.config.layout(T).pack(plan))
+        T = bucket or bucket_of(plan.num_tokens, self.config.token_buckets)
+        return self._call_backbone(T, self.config.layout(T).pack(plan, self._tables))
 
     def sample(
         self, plan: StepPlan, hidden: Hidden, masks: Mapping[str, np.ndarray] | None = None
@@ -145,7 +147,7 @@ class ModelRunner:
         self._cache, sampled, counts = self.programs.compiled["decode", B](
             (self.programs.backbone.leaves, self.programs.head.leaves),
             self._cache,
-            self.config.decode_layout(B).pack(plan),
+            self.config.decode_layout(B).pack(plan, self._tables),
             self._last_sampled,
             self._packer.pack_limits(rows, B),
             sampling.rows,
@@ -227,6 +229,7 @@ class ModelRunner:
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a finished request."""
         self._packer.forget(request_id)
+        self._tables.forget(request_id)
 
     def _call_backbone(self, T: int, packed: np.ndarray) -> Hidden:
         self._cache, sampled, tokens = self.programs.compiled["backbone", T](
@@ -281,8 +284,8 @@ class ModelRunner:
         if not any(row.request.params.has_penalties for row in rows):
             return None
         table = np.zeros((B, self.config.max_pages), np.int32)
-        for i, row in enumerate(rows):
-            table[i, : len(row.request.page_ids)] = row.request.page_ids
+        indices = self._tables.rows_of([row.request for row in rows])
+        table[: len(rows)] = self._tables.arrays[0, indices]
         return table
 
     def _neutral_parts(self, B: int) -> tuple[jax.Array, jax.Array, jax.Array]:

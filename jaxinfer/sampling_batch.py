@@ -108,6 +108,9 @@ class SamplingPacker:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._prepared: dict[str, _Prepared] = {}
+        # Row i holds the columns of the request whose index is i.
+        self._columns = np.zeros((8, len(ROW_FIELDS)), np.int32)
+        self._free = list(range(8))
 
     def pack(
         self,
@@ -129,13 +132,15 @@ class SamplingPacker:
         """
         if len(rows) > bucket:
             raise ValueError(f"{len(rows)} sampling rows do not fit a bucket of {bucket}")
+        prepared_rows = [self._prepare(row.request) for row in rows]
         packed = np.zeros((len(ROW_FIELDS), bucket), np.int32)
-        packed[_ONES] = np.float32(1).view(np.int32)
+        packed[:, : len(rows)] = self._columns[[prepared.index for prepared in prepared_rows]].T
+        packed[_F["position"], : len(rows)] = [row.end for row in rows]
+        packed[_ONES, len(rows) :] = np.float32(1).view(np.int32)
         bias = allowed = None
-        for i, row in enumerate(rows):
-            prepared = self._prepare(row.request)
-            packed[:, i] = prepared.column
-            packed[_F["position"], i] = row.end
+        for i, (row, prepared) in enumerate(zip(rows, prepared_rows, strict=True)):
+            if prepared.is_plain and not extra_masks:
+                continue
             if prepared.bias is not None:
                 bias = neutral_bias(bucket, self.vocab_size) if bias is None else bias
                 bias[:, i] = prepared.bias
@@ -160,23 +165,32 @@ class SamplingPacker:
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a finished request; unknown ids are fine."""
-        self._prepared.pop(request_id, None)
+        prepared = self._prepared.pop(request_id, None)
+        if prepared is not None:
+            self._free.append(prepared.index)
 
     def _prepare(self, request: Request) -> _Prepared:
         prepared = self._prepared.get(request.request_id)
         # Ids may be used again; the object tells whether it is the same request.
         if prepared is None or prepared.request is not request:
-            prepared = _Prepared.of(request, self.vocab_size)
+            self.forget(request.request_id)
+            if not self._free:
+                num_rows = len(self._columns)
+                self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)])
+                self._free = list(range(num_rows, 2 * num_rows))
+            prepared = _Prepared.of(request, self.vocab_size, self._free.pop())
+            self._columns[prepared.index] = _column(request)
             self._prepared[request.request_id] = prepared
         return prepared
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
     """What is constant about a request, in packed form.
 
     Attributes:
-        column: int32 [len(ROW_FIELDS)], all but the position.
+        index: Where the packer keeps its column of the blob.
+        is_plain: Whether there is nothing but the column.
         bias: int32 [2, MAX_LOGIT_BIAS], or None.
         base: Allowed ids at any time, uint32 [ceil(V / 32)]; None for all.
         early: `base` without the tokens that end the output, for outputs below `min_tokens`.
@@ -186,7 +200,8 @@ class _Prepared:
 
     request: Request
     vocab_size: int
-    column: np.ndarray
+    index: int
+    is_plain: bool
     bias: np.ndarray | None
     base: np.ndarray | None
     early: np.ndarray | None
@@ -194,7 +209,7 @@ class _Prepared:
     ends: np.ndarray
 
     @classmethod
-    def of(cls, request: Request, vocab_size: int) -> _Prepared:
+    def of(cls, request: Request, vocab_size: int, index: int) -> _Prepared:
         params = request.params
         base = None
         if params.allowed_token_ids is not None:
@@ -205,7 +220,8 @@ class _Prepared:
         return cls(
             request=request,
             vocab_size=vocab_size,
-            column=_column(request),
+            index=index,
+            is_plain=not (params.logit_bias or words or params.min_tokens) and base is None,
             bias=_bias(params.logit_bias, vocab_size) if params.logit_bias else None,
             base=base,
             early=_ban(base, ends if params.min_tokens else (), vocab_size),
@@ -229,7 +245,7 @@ class _Prepared:
 
 
 def _column(request: Request) -> np.ndarray:
-    """Return a request's column of the blob, int32 [len(ROW_FIELDS)]."""
+    """Return a request's column of the blob, int32 [len(ROW_FIELDS)], all but the position."""
     params = request.params
     draws = params.temperature >= MIN_TEMPERATURE and params.top_k != 1
     floats = {
