@@ -7,6 +7,7 @@ hands back `SampledTokens`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jaxinfer.request import Request, RequestStatus, TokenLogprobs
@@ -68,19 +69,20 @@ class StepPlan:
     def __bool__(self) -> bool:
         return bool(self.rows)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(row.num_scheduled_tokens for row in self.rows)
+        return sum([row.num_scheduled_tokens for row in self.rows])
 
-    @property
+    @cached_property
     def num_decode_rows(self) -> int:
         """Rows of exactly one token; they are `rows[:num_decode_rows]`."""
-        return sum(row.num_scheduled_tokens == 1 for row in self.rows)
+        return [row.num_scheduled_tokens for row in self.rows].count(1)
 
-    @property
+    @cached_property
     def sampling_rows(self) -> tuple[ScheduledRow, ...]:
         """Rows that yield a token, in the order in which the result lists them."""
-        return tuple(row for row in self.rows if row.samples)
+        rows = tuple([row for row in self.rows if row.samples])
+        return self.rows if len(rows) == len(self.rows) else rows
 
 
 @dataclass(frozen=True, kw_only=True)

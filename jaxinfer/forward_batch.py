@@ -99,9 +99,11 @@ class BatchLayout:
         rows, num_decode_rows = plan.rows, plan.num_decode_rows
         if rows:
             indices = tables.rows_of([row.request for row in rows])
-            width = max(len(row.request.page_ids) for row in rows)
+            ends = np.array([row.start + row.num_scheduled_tokens for row in rows], np.int32)
+            num_tokens = int(ends.max()) + plan.num_decode_steps - 1
+            width = -(-num_tokens // self.page_size)
             views["page_table"][:, : len(rows), :width] = tables.arrays[:, indices, :width]
-            views["seq_lens"][: len(rows)] = [row.end for row in rows]
+            views["seq_lens"][: len(rows)] = ends
             self._pack_decode_rows(views, rows[:num_decode_rows])
         token = num_decode_rows
         views["query_start_loc"][1 : token + 1] = np.arange(1, token + 1)
@@ -121,15 +123,14 @@ class BatchLayout:
 
     def _pack_decode_rows(self, views: dict[str, np.ndarray], rows: Sequence[ScheduledRow]) -> None:
         """Fill in the rows of one token, token i of row i, a field at a time."""
-        token_ids, positions = [], []
-        for row in rows:
-            known, start = row.request.token_ids, row.start
-            token_ids.append(known[start] if start < len(known) else 0)
-            positions.append(start)
         span = slice(0, len(rows))
-        views["token_ids"][span] = token_ids
-        views["pending_rows"][span] = [row.pending_row for row in rows]
-        self._place(views, span, np.array(positions, np.int32), np.arange(len(rows)))
+        pending_rows = [row.pending_row for row in rows]
+        views["pending_rows"][span] = pending_rows
+        views["token_ids"][span] = [
+            row.request.token_ids[row.start] if pending < 0 else 0
+            for row, pending in zip(rows, pending_rows, strict=True)
+        ]
+        self._place(views, span, views["seq_lens"][span] - 1, np.arange(len(rows)))
 
     def _place(
         self,

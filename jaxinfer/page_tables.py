@@ -6,7 +6,7 @@ into an array costs more than all the rest of a step's metadata, so only what is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,28 +44,38 @@ class PageTables:
         self.arrays = np.zeros((num_groups, 8, max_pages), np.int32)
         self._entries: dict[str, _Entry] = {}
         self._free = list(range(8))
+        self._requests: list[Request] | None = None  # of the last call
+        self._last: list[_Entry] = []
+        self._indices = np.zeros(0, np.int64)
 
-    def rows_of(self, requests: Iterable[Request]) -> np.ndarray:
+    def rows_of(self, requests: Sequence[Request]) -> np.ndarray:
         """Bring the requests' tables up to date; return where they stand, int64 [len(requests)]."""
-        entries, has_windows = self._entries, self.arrays.shape[0] > 1
-        indices = []
-        for request in requests:
-            entry = entries.get(request.request_id)
-            # Ids may be used again, and pages change hands: the list itself tells.
-            if entry is None or entry.page_ids is not request.page_ids:
-                entry = self._renew(request)
+        # In most steps the rows are those of the step before.
+        if requests != self._requests:
+            self._requests = list(requests)
+            self._last = [self._entry(request) for request in requests]
+            self._indices = np.array([entry.index for entry in self._last], np.int64)
+        has_windows = self.arrays.shape[0] > 1
+        for i, (request, entry) in enumerate(zip(requests, self._last, strict=True)):
+            if entry.page_ids is not request.page_ids:
+                self._last[i] = entry = self._entry(request)
+                self._indices[i] = entry.index
             if has_windows or len(entry.page_ids) != entry.counts[0]:
                 self._extend(entry, request)
-            indices.append(entry.index)
-        return np.array(indices, np.int64)
+        return self._indices
 
     def forget(self, request_id: str) -> None:
         """Let others have the rows of a finished request; unknown ids are fine."""
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._free.append(entry.index)
+            self._requests = None
 
-    def _renew(self, request: Request) -> _Entry:
+    def _entry(self, request: Request) -> _Entry:
+        entry = self._entries.get(request.request_id)
+        # Ids may be used again, and pages change hands: the list itself tells.
+        if entry is not None and entry.page_ids is request.page_ids:
+            return entry
         self.forget(request.request_id)
         num_groups, num_rows, _ = self.arrays.shape
         if not self._free:
@@ -76,7 +86,10 @@ class PageTables:
         return entry
 
     def _extend(self, entry: _Entry, request: Request) -> None:
-        tables: Sequence[list[int]] = [request.page_ids, *(w.page_ids for w in request.window_pages)]
+        tables: Sequence[list[int]] = [
+            request.page_ids,
+            *(w.page_ids for w in request.window_pages),
+        ]
         for group, page_ids in enumerate(tables):
             known, count = entry.counts[group], len(page_ids)
             if known != count:

@@ -111,6 +111,10 @@ class SamplingPacker:
         # Row i holds the columns of the request whose index is i.
         self._columns = np.zeros((8, len(ROW_FIELDS)), np.int32)
         self._free = list(range(8))
+        self._requests: list[Request] | None = None  # of the last call
+        self._last: list[_Prepared] = []
+        self._edited: list[int] = []
+        self._indices = np.zeros(0, np.int64)
 
     def pack(
         self,
@@ -132,15 +136,20 @@ class SamplingPacker:
         """
         if len(rows) > bucket:
             raise ValueError(f"{len(rows)} sampling rows do not fit a bucket of {bucket}")
-        prepared_rows = [self._prepare(row.request) for row in rows]
+        requests = [row.request for row in rows]
+        # In most steps the rows are those of the step before.
+        if requests != self._requests:
+            self._last = [self._prepare(request) for request in requests]
+            self._requests = requests
+            self._indices = np.array([prepared.index for prepared in self._last], np.int64)
+            self._edited = [i for i, prepared in enumerate(self._last) if not prepared.is_plain]
         packed = np.zeros((len(ROW_FIELDS), bucket), np.int32)
-        packed[:, : len(rows)] = self._columns[[prepared.index for prepared in prepared_rows]].T
+        packed[:, : len(rows)] = self._columns[self._indices].T
         packed[_F["position"], : len(rows)] = [row.end for row in rows]
         packed[_ONES, len(rows) :] = np.float32(1).view(np.int32)
         bias = allowed = None
-        for i, (row, prepared) in enumerate(zip(rows, prepared_rows, strict=True)):
-            if prepared.is_plain and not extra_masks:
-                continue
+        for i in range(len(rows)) if extra_masks else self._edited:
+            row, prepared = rows[i], self._last[i]
             if prepared.bias is not None:
                 bias = neutral_bias(bucket, self.vocab_size) if bias is None else bias
                 bias[:, i] = prepared.bias
@@ -168,6 +177,7 @@ class SamplingPacker:
         prepared = self._prepared.pop(request_id, None)
         if prepared is not None:
             self._free.append(prepared.index)
+            self._requests = None
 
     def _prepare(self, request: Request) -> _Prepared:
         prepared = self._prepared.get(request.request_id)

@@ -127,8 +127,10 @@ class Scheduler:
         # from the worst, off the end of this list: who stands in the plan never loses them.
         spare = self.max_num_batched_tokens - len(self._running)
         for request in self._running:
-            num_new_tokens = min(request.num_lagging_tokens, 1 + spare)
-            spare -= num_new_tokens - 1
+            num_new_tokens = request.num_lagging_tokens
+            if num_new_tokens != 1:
+                num_new_tokens = min(num_new_tokens, 1 + spare)
+                spare -= num_new_tokens - 1
             if num_new_tokens and self._make_room(request, num_new_tokens):
                 rows.append(self._advance(request, num_new_tokens))
         num_preempted = self.num_preemptions - num_preemptions_before
@@ -163,12 +165,13 @@ class Scheduler:
         for row, token_ids, corrupted, logprobs in zip(
             plan.sampling_rows, result.token_ids, result.corrupted, result.logprobs, strict=True
         ):
-            if row.is_current:
-                if token_ids:
-                    outputs.append(self._emit(row.request, token_ids, logprobs))
-                if corrupted and row.is_current:
-                    outputs.append(self._fail(row.request))
-                assert len(token_ids) == row.num_steps or not row.is_current, "too few tokens"
+            if not row.is_current:
+                continue
+            if token_ids:
+                outputs.append(self._emit(row.request, token_ids, logprobs))
+            if len(token_ids) != row.num_steps and row.is_current:
+                assert corrupted, f"{len(token_ids)} tokens of {row.num_steps} steps, and no end"
+                outputs.append(self._fail(row.request))
         return outputs
 
     def check_integrity(self) -> None:
@@ -309,25 +312,22 @@ class Scheduler:
             count += 1
             finish_reason, stop_reason = request.why_done()
             if finish_reason is not None:
+                token_ids = token_ids[:count]
                 break
-        prompt_logprobs = None
+        output = TokenOutput(request.request_id, token_ids)
+        if logprobs and request.params.logprobs is not None:
+            output.logprobs = logprobs[:count]
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
+            output.num_cached_tokens = request.num_cached_tokens
+            output.first_scheduled_time = request.first_scheduled_time
             if request.params.prompt_logprobs is not None:
-                prompt_logprobs = tuple(request.prompt_logprobs)
+                output.prompt_logprobs = tuple(request.prompt_logprobs)
                 request.prompt_logprobs.clear()
         if finish_reason is not None:
+            output.finish_reason, output.stop_reason = finish_reason, stop_reason
             self._finish(request, finish_reason)
-        return TokenOutput(
-            request.request_id,
-            token_ids[:count],
-            logprobs[:count] if logprobs and request.params.logprobs is not None else None,
-            prompt_logprobs,
-            finish_reason,
-            stop_reason,
-            request.num_cached_tokens,
-            request.first_scheduled_time,
-        )
+        return output
 
     def _fail(self, request: Request) -> TokenOutput:
         """End a request that has no next token; nobody shall find what it computed."""
