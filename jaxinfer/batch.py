@@ -7,6 +7,7 @@ hands back `SampledTokens`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jaxinfer.request import Request, RequestStatus, TokenLogprobs
@@ -26,6 +27,9 @@ class ScheduledRow:
         epoch: `request.num_preemptions` when planned; a result of another epoch is dropped.
         pending_row: Where the row's last token stands in the previous step's sampled tokens, -1 if
             the host knows it.
+        num_steps: Times that the row runs in this dispatch, each time on the token sampled before:
+            above 1 it computes tokens [start, start + num_steps) and yields as many. See
+            `StepPlan.num_decode_steps`.
     """
 
     request: Request
@@ -34,6 +38,7 @@ class ScheduledRow:
     samples: bool
     epoch: int
     pending_row: int = -1
+    num_steps: int = 1
 
     @property
     def end(self) -> int:
@@ -53,32 +58,38 @@ class StepPlan:
     Attributes:
         rows: Scheduled requests; those with `num_scheduled_tokens == 1` first.
         num_preempted: Requests that lost their pages to make room.
+        num_decode_steps: Steps of one dispatch, the most that any row runs. Above 1 all rows have
+            one token and sample, and none needs the host in between.
     """
 
     rows: tuple[ScheduledRow, ...]
     num_preempted: int = 0
+    num_decode_steps: int = 1
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(row.num_scheduled_tokens for row in self.rows)
+        return sum([row.num_scheduled_tokens for row in self.rows])
 
-    @property
+    @cached_property
     def num_decode_rows(self) -> int:
         """Rows of exactly one token; they are `rows[:num_decode_rows]`."""
-        return sum(row.num_scheduled_tokens == 1 for row in self.rows)
+        return [row.num_scheduled_tokens for row in self.rows].count(1)
 
-    @property
+    @cached_property
     def sampling_rows(self) -> tuple[ScheduledRow, ...]:
         """Rows that yield a token, in the order in which the result lists them."""
-        return tuple(row for row in self.rows if row.samples)
+        rows = tuple([row for row in self.rows if row.samples])
+        return self.rows if len(rows) == len(self.rows) else rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTokens:
     """A step's result on the device, fetched by `jaxinfer.model_runner.ModelRunner.fetch`.
+
+    That of several decode steps has one more axis, the step, in front of all but `corrupted`.
 
     Attributes:
         token_ids: int32 [B], B the sampler's bucket.
@@ -102,14 +113,14 @@ class StepResult:
     """A step's result on the host, entry i for `plan.sampling_rows[i]`.
 
     Attributes:
-        token_ids: The sampled tokens.
-        corrupted: Rows whose logits held a NaN; their token means nothing.
-        logprobs: Per row, None where not asked for.
+        token_ids: Per row the sampled tokens: one for each of its steps, fewer if it ended.
+        corrupted: Rows that ended because their logits held a NaN, after these tokens.
+        logprobs: Per row an entry for each token, None where not asked for.
         prompt_logprobs: request_id → entries for the prompt positions [start + 1, end + 1) of the
             row's chunk, cut at the prompt's end.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: tuple[tuple[int, ...], ...]
     corrupted: tuple[bool, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...]
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -27,6 +27,8 @@ class EngineConfig:
         max_model_len: Longest prompt + output, tokens. None: the model's, or what the pages hold.
         max_num_seqs: Most sequences in one step.
         max_num_batched_tokens: Most tokens in one step; longer prompts are computed in chunks.
+        num_decode_steps: While no request waits, up to so many tokens of each are computed in one
+            dispatch, as many as take about 50 ms. 1: one at a time.
         page_size: Tokens per page of KV memory, a power of two.
         num_pages: Pages of KV memory. None: from `kv_cache_memory_bytes`.
         num_window_pages: Pages for the layers of each sliding window. None: what `max_num_seqs`
@@ -55,6 +57,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
+    num_decode_steps: int = 8
     page_size: int = 16
     num_pages: int | None = None
     num_window_pages: int | None = None
@@ -84,6 +87,7 @@ class EngineConfig:
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "num_decode_steps",
             "page_size",
             "num_pages",
             "num_window_pages",

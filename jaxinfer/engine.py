@@ -20,6 +20,7 @@ from jaxinfer.page_pool import PagePool
 from jaxinfer.request import FinishReason, Request, TokenOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler import Scheduler
+from jaxinfer.step_timer import StepTimer
 
 
 class Runner[Hidden, InFlight](Protocol):
@@ -29,6 +30,9 @@ class Runner[Hidden, InFlight](Protocol):
     def num_programs(self) -> int: ...
     @property
     def windows(self) -> tuple[int, ...]: ...
+    @property
+    def max_decode_steps(self) -> int: ...
+    def decode(self, plan: StepPlan) -> InFlight: ...
     def forward(self, plan: StepPlan) -> Hidden: ...
     def sample(self, plan: StepPlan, hidden: Hidden) -> InFlight: ...
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult: ...
@@ -81,6 +85,8 @@ class Engine:
         )
         self._guard = CompileGuard()
         self._in_flight: tuple[StepPlan, object] | None = None
+        self._timer = StepTimer(min(config.num_decode_steps, runner.max_decode_steps))
+        self._busy_since = 0.0  # when the step in flight had the device for itself
         self._stats = EngineStats(num_pages=self.scheduler.pages.num_pages)
 
     def add_request(
@@ -152,34 +158,61 @@ class Engine:
 
     def _plain_step(self) -> list[TokenOutput]:
         """Plan, compute, sample, learn: one step from start to end."""
-        plan = self.scheduler.schedule()
+        plan = self._schedule()
         if not plan:
             return []
-        hidden = self.runner.forward(plan)
-        sampled = self.runner.sample(plan, hidden)
-        self._stats.num_steps += 1
-        return self.scheduler.update(plan, self.runner.fetch(plan, sampled))
+        if plan.num_decode_steps > 1:
+            self._in_flight = (plan, self.runner.decode(plan))
+        else:
+            hidden = self.runner.forward(plan)
+            self._in_flight = (plan, self.runner.sample(plan, hidden))
+        return self._learn()
 
     def _overlapped_step(self) -> list[TokenOutput]:
         """The same, except that the tokens learnt are those of the step before.
 
         While the device computes this step, the host waits for the previous one's tokens and deals
         with them. This step's sampling is dispatched after that, when all earlier tokens are known.
+
+        Nothing is planned behind several decode steps in flight. They have spread the host's work
+        over many tokens already; planning on would make newcomers wait for twice as many.
         """
-        plan = self.scheduler.schedule()
-        hidden = self.runner.forward(plan) if plan else None
-        outputs = self._learn()
+        outputs: list[TokenOutput] = []
+        if self._in_flight is not None and self._in_flight[0].num_decode_steps > 1:
+            outputs = self._learn()
+        plan = self._schedule()
+        if plan.num_decode_steps > 1:
+            sampled = self.runner.decode(plan)
+            outputs += self._learn()
+        else:
+            hidden = self.runner.forward(plan) if plan else None
+            outputs += self._learn()
+            sampled = self.runner.sample(plan, hidden) if plan else None
         if plan:
-            self._in_flight = (plan, self.runner.sample(plan, hidden))
-            self._stats.num_steps += 1
+            self._in_flight = (plan, sampled)
         return outputs
+
+    def _schedule(self) -> StepPlan:
+        scheduler = self.scheduler
+        if self._in_flight is None:
+            self._busy_since = time.monotonic()
+        plan = scheduler.schedule(self._timer.max_steps(scheduler.num_running))
+        self._stats.num_steps += bool(plan)
+        self._stats.num_multi_steps += plan.num_decode_steps > 1
+        return plan
 
     def _learn(self) -> list[TokenOutput]:
         if self._in_flight is None:
             return []
         plan, sampled = self._in_flight
         self._in_flight = None
-        return self.scheduler.update(plan, self.runner.fetch(plan, sampled))
+        result = self.runner.fetch(plan, sampled)
+        now = time.monotonic()
+        if plan.num_decode_rows == len(plan.rows):
+            num_steps = max(map(len, result.token_ids), default=1)
+            self._timer.timed(len(plan.rows), (now - self._busy_since) / max(num_steps, 1))
+        self._busy_since = now
+        return self.scheduler.update(plan, result)
 
     @property
     def stats(self) -> EngineStats:

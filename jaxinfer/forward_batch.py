@@ -6,13 +6,15 @@ numpy only; unpacking happens inside jit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxinfer.batch import StepPlan
+from jaxinfer.batch import ScheduledRow, StepPlan
+from jaxinfer.page_tables import PageTables
 from pallas_kernels import RaggedBatch
 from pallas_kernels.shapes import Array, Int
 
@@ -87,41 +89,60 @@ class BatchLayout:
             start += size
         return views
 
-    def pack(self, plan: StepPlan) -> np.ndarray:
+    def pack(self, plan: StepPlan, tables: PageTables) -> np.ndarray:
         """Return int32 [size], a fresh array: the device may alias it while the step runs."""
         packed = np.zeros(self.size, np.int32)
         views = self._views(packed)
         views["pending_rows"][:] = -1
         views["positions"][:] = -1
         views["slot_mapping"][:] = np.asarray(self.num_slots)[:, None]
-        token, num_sampling = 0, 0
-        for i, row in enumerate(plan.rows):
-            request, n = row.request, row.num_scheduled_tokens
-            span = slice(token, token + n)
-            num_known = min(row.end, request.num_tokens) - row.start
-            views["token_ids"][token : token + num_known] = request.token_ids[
-                row.start : row.start + num_known
-            ]
-            positions = np.arange(row.start, row.end, dtype=np.int32)
-            pages, offsets = positions // self.page_size, positions % self.page_size
-            views["positions"][span] = positions
-            held = (request.page_ids, *(w.page_ids for w in request.window_pages))
-            for group, ids in enumerate(held):
-                page_ids = np.asarray(ids, np.int32)
-                slots = page_ids[pages] * self.page_size + offsets
-                views["slot_mapping"][group, span] = slots
-                views["page_table"][group, i, : len(page_ids)] = page_ids
-            if row.pending_row >= 0:
-                views["pending_rows"][token + n - 1] = row.pending_row
-            if row.samples:
-                views["sample_tokens"][num_sampling] = token + n - 1
-                num_sampling += 1
-            views["seq_lens"][i] = row.end
-            token += n
-            views["query_start_loc"][i + 1] = token
-        views["query_start_loc"][len(plan.rows) + 1 :] = token
-        views["counts"][:] = (plan.num_decode_rows, len(plan.rows))
+        rows, num_decode_rows = plan.rows, plan.num_decode_rows
+        if rows:
+            indices = tables.rows_of([row.request for row in rows])
+            ends = np.array([row.start + row.num_scheduled_tokens for row in rows], np.int32)
+            num_tokens = int(ends.max()) + plan.num_decode_steps - 1
+            width = -(-num_tokens // self.page_size)
+            views["page_table"][:, : len(rows), :width] = tables.arrays[:, indices, :width]
+            views["seq_lens"][: len(rows)] = ends
+            self._pack_decode_rows(views, rows[:num_decode_rows])
+        token = num_decode_rows
+        views["query_start_loc"][1 : token + 1] = np.arange(1, token + 1)
+        for i, row in enumerate(rows[num_decode_rows:], start=num_decode_rows):
+            token_ids = row.request.token_ids[row.start : row.end]  # all that are known
+            views["token_ids"][token : token + len(token_ids)] = token_ids
+            end = token + row.num_scheduled_tokens
+            self._place(views, slice(token, end), np.arange(row.start, row.end), i)
+            views["pending_rows"][end - 1] = row.pending_row
+            views["query_start_loc"][i + 1] = token = end
+        views["query_start_loc"][len(rows) + 1 :] = token
+        last_tokens = views["query_start_loc"][1 : len(rows) + 1] - 1
+        sampling = [i for i, row in enumerate(rows) if row.samples]
+        views["sample_tokens"][: len(sampling)] = last_tokens[sampling]
+        views["counts"][:] = (num_decode_rows, len(rows))
         return packed
+
+    def _pack_decode_rows(self, views: dict[str, np.ndarray], rows: Sequence[ScheduledRow]) -> None:
+        """Fill in the rows of one token, token i of row i, a field at a time."""
+        span = slice(0, len(rows))
+        pending_rows = [row.pending_row for row in rows]
+        views["pending_rows"][span] = pending_rows
+        views["token_ids"][span] = [
+            row.request.token_ids[row.start] if pending < 0 else 0
+            for row, pending in zip(rows, pending_rows, strict=True)
+        ]
+        self._place(views, span, views["seq_lens"][span] - 1, np.arange(len(rows)))
+
+    def _place(
+        self,
+        views: dict[str, np.ndarray],
+        tokens: slice,
+        positions: np.ndarray,
+        rows: int | np.ndarray,
+    ) -> None:
+        """Fill in positions and slots of some tokens, which belong to these rows."""
+        page_ids = views["page_table"][:, rows, positions // self.page_size]
+        views["positions"][tokens] = positions
+        views["slot_mapping"][:, tokens] = page_ids * self.page_size + positions % self.page_size
 
     def unpack(self, packed: Int[Array, " size"]) -> ForwardBatch:
         """Cut the packed array apart, inside jit."""

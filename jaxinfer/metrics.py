@@ -27,7 +27,8 @@ class EngineStats:
         prefix_cache_hits: Prompt tokens found there, ever.
         prompt_tokens: Prompt tokens of admitted sequences, ever.
         generation_tokens: Tokens produced, ever.
-        num_steps: Steps done, ever.
+        num_steps: Steps dispatched, ever; several decode steps in one dispatch count once.
+        num_multi_steps: Dispatches of several decode steps, ever.
         num_corrupted_requests: Sequences ended because their logits held a NaN, ever.
         compilations_total: Graphs compiled, ever.
         compilations_after_warmup: Graphs compiled while serving; anything but 0 is a defect.
@@ -46,6 +47,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_steps: int = 0
+    num_multi_steps: int = 0
     num_corrupted_requests: int = 0
     compilations_total: int = 0
     compilations_after_warmup: int = 0

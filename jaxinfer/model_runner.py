@@ -15,6 +15,7 @@ from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
 from jaxinfer.compilation import bucket_of
 from jaxinfer.kv_cache import make_cache
 from jaxinfer.models import ModelConfig, Transformer
+from jaxinfer.page_tables import PageTables
 from jaxinfer.request import Request, TokenLogprobs
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
@@ -57,10 +58,12 @@ class InFlight:
     Attributes:
         sampled: The tokens; None if the step samples none.
         prompt_scores: Scored parts of prompts, in order.
+        counts: Of several decode steps: tokens by row.
     """
 
     sampled: SampledTokens | None
-    prompt_scores: tuple[PromptScores, ...]
+    prompt_scores: tuple[PromptScores, ...] = ()
+    counts: jax.Array | None = None
 
 
 class ModelRunner:
@@ -90,6 +93,7 @@ class ModelRunner:
         self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
         self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
         self._packer = SamplingPacker(model_config.vocab_size)
+        self._tables = PageTables(len(config.group_pages), config.max_pages)
         self._last_sampled = self._put(np.zeros(config.max_num_seqs, np.int32))
         self._neutral = {B: self._neutral_parts(B) for B in config.row_buckets}
 
@@ -98,16 +102,19 @@ class ModelRunner:
         self.programs.compiled.compile_all(on_progress)
         nothing = np.zeros(SCORED_TOKENS, np.int32)
         for T in self.config.token_buckets:
-            hidden = self._call_backbone(T, self.config.layout(T).pack(StepPlan(rows=())))
+            hidden = self.forward(StepPlan(rows=()), T)
             self._score(T, hidden.tokens, nothing, nothing)
             for B in self.config.row_buckets:
                 self._call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
+        if self.max_decode_steps > 1:
+            for B in self.config.row_buckets:
+                self.decode(StepPlan(rows=()), B)
         jax.block_until_ready(self._last_sampled)
 
-    def forward(self, plan: StepPlan) -> Hidden:
+    def forward(self, plan: StepPlan, bucket: int | None = None) -> Hidden:
         """Dispatch the backbone over the plan's tokens; returns before it is done."""
-        T = bucket_of(plan.num_tokens, self.config.token_buckets)
-        return self._call_backbone(T, self.config.layout(T).pack(plan))
+        T = bucket or bucket_of(plan.num_tokens, self.config.token_buckets)
+        return self._call_backbone(T, self.config.layout(T).pack(plan, self._tables))
 
     def sample(
         self, plan: StepPlan, hidden: Hidden, masks: Mapping[str, np.ndarray] | None = None
@@ -128,8 +135,31 @@ class ModelRunner:
         page_table = self._page_table(rows, B)
         return InFlight(self._call_sampler(B, hidden.sampled, packed, page_table), scores)
 
+    def decode(self, plan: StepPlan, bucket: int | None = None) -> InFlight:
+        """Dispatch all decode steps of a plan, from tokens to tokens.
+
+        Tokens of the step before may still be in flight.
+        """
+        rows = plan.rows
+        B = bucket or bucket_of(len(rows), self.config.row_buckets)
+        sampling = self._packer.pack(rows, B)
+        bias, allowed, _ = self._neutral[B]
+        self._cache, sampled, counts = self.programs.compiled["decode", B](
+            (self.programs.backbone.leaves, self.programs.head.leaves),
+            self._cache,
+            self.config.decode_layout(B).pack(plan, self._tables),
+            self._last_sampled,
+            self._packer.pack_limits(rows, B),
+            sampling.rows,
+            bias if sampling.bias is None else sampling.bias,
+            allowed if sampling.allowed is None else sampling.allowed,
+        )
+        return InFlight(sampled, counts=counts)
+
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult:
         """Wait for a step's tokens and bring them to the host; alternatives only if asked for."""
+        if step.counts is not None:
+            return self._fetch_steps(plan, step)
         prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         for part in step.prompt_scores:
             request = part.request
@@ -141,19 +171,50 @@ class ModelRunner:
             return StepResult(
                 token_ids=(), corrupted=(), logprobs=(), prompt_logprobs=_frozen(prompt_logprobs)
             )
-        token_ids, corrupted = jax.device_get((step.sampled.token_ids, step.sampled.corrupted))
+        fetched = jax.device_get((step.sampled.token_ids, step.sampled.corrupted))
+        token_ids, corrupted = (x[: len(rows)].tolist() for x in fetched)
+        tokens: list[tuple[int, ...]] = list(zip(token_ids, strict=True))
+        if any(corrupted):
+            tokens = [() if bad else t for t, bad in zip(tokens, corrupted, strict=True)]
         widths = [row.request.params.logprobs for row in rows]
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * len(rows)
         if any(width is not None for width in widths):
-            s = step.sampled
-            scores = Logprobs(s.logprobs, s.ranks, s.top_token_ids, s.top_logprobs)
-            logprobs = _entries(scores, widths)
+            entries = _entries(_scores(step.sampled), widths)
+            logprobs = [None if entry is None else (entry,) for entry in entries]
         return StepResult(
-            token_ids=tuple(token_ids[: len(rows)].tolist()),
-            corrupted=tuple(corrupted[: len(rows)].tolist()),
+            token_ids=tuple(tokens),
+            corrupted=tuple(corrupted),
             logprobs=tuple(logprobs),
             prompt_logprobs=_frozen(prompt_logprobs),
         )
+
+    def _fetch_steps(self, plan: StepPlan, step: InFlight) -> StepResult:
+        sampled = step.sampled
+        assert sampled is not None, "decode steps sample"
+        fetched = jax.device_get((step.counts, sampled.token_ids, sampled.corrupted))
+        counts, token_ids, corrupted = fetched
+        n = len(plan.rows)
+        widths = [row.request.params.logprobs for row in plan.rows]
+        logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * n
+        if any(width is not None for width in widths):
+            scores = jax.device_get(_scores(sampled))
+            steps = [Logprobs(*arrays) for arrays in zip(*scores, strict=True)]
+            entries = [_entries(step, widths) for step in steps[: counts[:n].max()]]
+            logprobs = [
+                None if width is None else tuple(e for step in entries[:count] if (e := step[i]))
+                for i, (width, count) in enumerate(zip(widths, counts, strict=False))
+            ]
+        rows = zip(token_ids.T[:n].tolist(), counts.tolist(), strict=False)
+        return StepResult(
+            token_ids=tuple(tuple(tokens[:count]) for tokens, count in rows),
+            corrupted=tuple(corrupted.any(axis=0)[:n].tolist()),
+            logprobs=tuple(logprobs),
+        )
+
+    @property
+    def max_decode_steps(self) -> int:
+        """How many decode steps one dispatch may have."""
+        return self.config.num_decode_steps
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -168,6 +229,7 @@ class ModelRunner:
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a finished request."""
         self._packer.forget(request_id)
+        self._tables.forget(request_id)
 
     def _call_backbone(self, T: int, packed: np.ndarray) -> Hidden:
         self._cache, sampled, tokens = self.programs.compiled["backbone", T](
@@ -222,8 +284,8 @@ class ModelRunner:
         if not any(row.request.params.has_penalties for row in rows):
             return None
         table = np.zeros((B, self.config.max_pages), np.int32)
-        for i, row in enumerate(rows):
-            table[i, : len(row.request.page_ids)] = row.request.page_ids
+        indices = self._tables.rows_of([row.request for row in rows])
+        table[: len(rows)] = self._tables.arrays[0, indices]
         return table
 
     def _neutral_parts(self, B: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -254,6 +316,11 @@ def _entries(scores: Logprobs, widths: Sequence[int | None]) -> list[TokenLogpro
         )
         for logprob, rank, ids, values, width in zip(*columns, widths, strict=True)
     ]
+
+
+def _scores(sampled: SampledTokens) -> Logprobs:
+    s = sampled
+    return Logprobs(s.logprobs, s.ranks, s.top_token_ids, s.top_logprobs)
 
 
 def _frozen(entries: Mapping[str, list[TokenLogprobs]]) -> dict[str, tuple[TokenLogprobs, ...]]:

@@ -143,22 +143,38 @@ class PageGroups:
     def grow(self, request: Request, end: int) -> bool:
         """Get a request pages up to token `end`, in all groups or in none; False if it must wait.
 
-        First gives up what no token from `num_computed_tokens` on can see. Steps in flight may
-        still read it: whoever is given the pages next writes in a later step.
+        First gives up what no token from `num_computed_tokens` on can see.
+        """
+        return self.grow_all([(request, end)])
+
+    def grow_all(self, ends: Sequence[tuple[Request, int]]) -> bool:
+        """Get each request pages up to its token `end`, or none of them any: as `grow`."""
+        total = [0] * len(self.pools)
+        wanted: list[tuple[list[int], PagePool, int]] = []
+        for request, end in ends:
+            self._give_up_unseen(request)
+            num_pages = self.full.num_pages_for(end)
+            tables = [request.page_ids, *(held.page_ids for held in request.window_pages)]
+            for i, (pool, page_ids) in enumerate(zip(self.pools, tables, strict=True)):
+                if num_pages > len(page_ids):
+                    total[i] += num_pages - len(page_ids)
+                    wanted.append((page_ids, pool, num_pages - len(page_ids)))
+        if not self._can_allocate(total):
+            return False
+        for page_ids, pool, n in wanted:
+            page_ids += pool.allocate(n)
+        return True
+
+    def _give_up_unseen(self, request: Request) -> None:
+        """Free the pages that no token from `num_computed_tokens` on can see.
+
+        Steps in flight may still read them: whoever is given the pages next writes in a later step.
         """
         for pool, held in zip(self.windows, request.window_pages, strict=True):
             first = pool.first_page(request.num_computed_tokens)
             if first > held.first:
                 pool.free(held.page_ids[held.first : first])
                 held.first = first
-        num_pages = self.full.num_pages_for(end)
-        tables = [request.page_ids, *(held.page_ids for held in request.window_pages)]
-        missing = [max(num_pages - len(page_ids), 0) for page_ids in tables]
-        if not self._can_allocate(missing):
-            return False
-        for pool, page_ids, n in zip(self.pools, tables, missing, strict=True):
-            page_ids += pool.allocate(n)
-        return True
 
     def share(self, request: Request, hashes: Sequence[bytes]) -> None:
         """Let others find a request's leading pages, whose hashes are these."""

@@ -99,6 +99,10 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self._needs_host = self.params.needs_host_tokens
+        if self.params.ignore_eos:
+            self.eos_token_ids = frozenset()
+        self._end_token_ids = self.eos_token_ids.union(self.params.stop_token_ids or ())
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -115,8 +119,24 @@ class Request:
     @property
     def num_lagging_tokens(self) -> int:
         """Tokens that could be computed now; none while the last one of all is in flight."""
-        num_tokens = self.num_tokens_with_pending
+        num_tokens = len(self.token_ids) + self.num_pending_tokens
         return num_tokens - self.num_computed_tokens if num_tokens < self.max_total_tokens else 0
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that may still be sampled, those in flight not counted."""
+        return self.max_total_tokens - self.num_tokens_with_pending
+
+    @property
+    def num_steps_unattended(self) -> float:
+        """Decode steps that need nothing of the host in between; 0 if it must see each token.
+
+        The ids allowed change once `min_tokens` are reached; otherwise there is no end to it.
+        """
+        if self._needs_host:
+            return 0
+        num_early = self.params.min_tokens - (self.num_tokens_with_pending - self.num_prompt_tokens)
+        return num_early if num_early > 0 else float("inf")
 
     @property
     def num_output_tokens(self) -> int:
@@ -135,12 +155,11 @@ class Request:
 
     def why_done(self) -> tuple[FinishReason | None, int | None]:
         """Return the finish reason and the stop reason that the newest token brings, if any."""
-        params, token_id = self.params, self.token_ids[-1]
-        is_eos = token_id in self.eos_token_ids and not params.ignore_eos
-        is_stop = is_eos or token_id in (params.stop_token_ids or ())
-        if is_stop and self.num_output_tokens > params.min_tokens:
-            return FinishReason.STOP, None if is_eos else token_id
-        if len(self.token_ids) >= self.max_total_tokens:
+        token_ids = self.token_ids
+        if token_ids[-1] in self._end_token_ids and self.num_output_tokens > self.params.min_tokens:
+            is_eos = token_ids[-1] in self.eos_token_ids
+            return FinishReason.STOP, None if is_eos else token_ids[-1]
+        if len(token_ids) >= self.max_total_tokens:
             return FinishReason.LENGTH, None
         return None, None
 
@@ -182,8 +201,9 @@ class TokenOutput:
         prompt_logprobs: Once, with the first output, if asked for; entry 0 is None.
         finish_reason: Set on the last output of a request.
         stop_reason: The stop token id that ended it; None for end-of-sequence.
-        num_cached_tokens: Prompt tokens that came from the prefix cache.
-        first_scheduled_time: `time.monotonic()` seconds when the request first ran, if known.
+        num_cached_tokens: Prompt tokens that came from the prefix cache; with the first output.
+        first_scheduled_time: `time.monotonic()` seconds when the request first ran; with the first
+            output.
         error: Why it ended, for `FinishReason.ERROR`.
     """
 

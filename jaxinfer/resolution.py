@@ -167,4 +167,5 @@ def runner_config(config: EngineConfig, model_config: ModelConfig) -> RunnerConf
         windows=model_config.windows_within(config.max_model_len),
         num_window_pages=config.num_window_pages or 0,
         attention_impl=config.attention_impl,
+        num_decode_steps=config.num_decode_steps,
     )

@@ -19,7 +19,7 @@ from jax import numpy as jnp
 from jaxinfer.batch import ScheduledRow
 from jaxinfer.request import Request
 from jaxinfer.sampler import SamplingInputs
-from jaxinfer.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from jaxinfer.sampling_params import MAX_LOGIT_BIAS
 
 FLOAT_FIELDS = (
     "temperature",
@@ -37,6 +37,10 @@ WANTS_LOGPROBS, HAS_BIAS, HAS_MASK = 1, 2, 4  # bits of `flags`
 MIN_TEMPERATURE = 1e-5
 # Where float32 arithmetic on logits stays finite.
 MAX_FACTOR = 1e30
+
+MAX_STOP_IDS = 8
+"""End tokens of a row that several decode steps look out for. Of a row with more the host finds
+some end only afterwards, and drops what came behind it."""
 
 _F = {name: i for i, name in enumerate(ROW_FIELDS)}
 # 1 is "no effect" here, 0 everywhere else.
@@ -98,17 +102,19 @@ def child_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
 
 
-def needs_host_tokens(params: SamplingParams) -> bool:
-    """Return whether packing needs every earlier token on the host, so no overlapped step."""
-    return any(len(words) > 1 for words in params.bad_words_token_ids or ())
-
-
 class SamplingPacker:
     """Packs the sampling parameters of a step, remembering what never changes about a request."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._prepared: dict[str, _Prepared] = {}
+        # Row i holds the columns of the request whose index is i.
+        self._columns = np.zeros((8, len(ROW_FIELDS)), np.int32)
+        self._free = list(range(8))
+        self._requests: list[Request] | None = None  # of the last call
+        self._last: list[_Prepared] = []
+        self._edited: list[int] = []
+        self._indices = np.zeros(0, np.int64)
 
     def pack(
         self,
@@ -126,17 +132,24 @@ class SamplingPacker:
                 (structured output).
 
         Raises:
-            ValueError: More rows than `bucket`, or a row that `needs_host_tokens` lacks some.
+            ValueError: More rows than `bucket`.
         """
         if len(rows) > bucket:
             raise ValueError(f"{len(rows)} sampling rows do not fit a bucket of {bucket}")
+        requests = [row.request for row in rows]
+        # In most steps the rows are those of the step before.
+        if requests != self._requests:
+            self._last = [self._prepare(request) for request in requests]
+            self._requests = requests
+            self._indices = np.array([prepared.index for prepared in self._last], np.int64)
+            self._edited = [i for i, prepared in enumerate(self._last) if not prepared.is_plain]
         packed = np.zeros((len(ROW_FIELDS), bucket), np.int32)
-        packed[_ONES] = np.float32(1).view(np.int32)
+        packed[:, : len(rows)] = self._columns[self._indices].T
+        packed[_F["position"], : len(rows)] = [row.end for row in rows]
+        packed[_ONES, len(rows) :] = np.float32(1).view(np.int32)
         bias = allowed = None
-        for i, row in enumerate(rows):
-            prepared = self._prepare(row.request)
-            packed[:, i] = prepared.column
-            packed[_F["position"], i] = row.end
+        for i in range(len(rows)) if extra_masks else self._edited:
+            row, prepared = rows[i], self._last[i]
             if prepared.bias is not None:
                 bias = neutral_bias(bucket, self.vocab_size) if bias is None else bias
                 bias[:, i] = prepared.bias
@@ -147,41 +160,66 @@ class SamplingPacker:
                 packed[_F["flags"], i] |= HAS_MASK
         return PackedSampling(rows=packed, bias=bias, allowed=allowed)
 
+    def pack_limits(self, rows: Sequence[ScheduledRow], bucket: int) -> np.ndarray:
+        """Return int32 [1 + MAX_STOP_IDS, bucket]: what ends each row within several decode steps.
+
+        Its number of steps, none for padding, and its end tokens, filled up with -1.
+        """
+        packed = np.full((1 + MAX_STOP_IDS, bucket), -1, np.int32)
+        packed[0] = 0
+        for i, row in enumerate(rows):
+            packed[0, i] = row.num_steps
+            packed[1:, i] = self._prepare(row.request).ends
+        return packed
+
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a finished request; unknown ids are fine."""
-        self._prepared.pop(request_id, None)
+        prepared = self._prepared.pop(request_id, None)
+        if prepared is not None:
+            self._free.append(prepared.index)
+            self._requests = None
 
     def _prepare(self, request: Request) -> _Prepared:
         prepared = self._prepared.get(request.request_id)
         # Ids may be used again; the object tells whether it is the same request.
         if prepared is None or prepared.request is not request:
-            prepared = _Prepared.of(request, self.vocab_size)
+            self.forget(request.request_id)
+            if not self._free:
+                num_rows = len(self._columns)
+                self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)])
+                self._free = list(range(num_rows, 2 * num_rows))
+            prepared = _Prepared.of(request, self.vocab_size, self._free.pop())
+            self._columns[prepared.index] = _column(request)
             self._prepared[request.request_id] = prepared
         return prepared
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
     """What is constant about a request, in packed form.
 
     Attributes:
-        column: int32 [len(ROW_FIELDS)], all but the position.
+        index: Where the packer keeps its column of the blob.
+        is_plain: Whether there is nothing but the column.
         bias: int32 [2, MAX_LOGIT_BIAS], or None.
         base: Allowed ids at any time, uint32 [ceil(V / 32)]; None for all.
         early: `base` without the tokens that end the output, for outputs below `min_tokens`.
         phrases: Forbidden sequences of two tokens and more.
+        ends: int32 [MAX_STOP_IDS], for `SamplingPacker.pack_limits`.
     """
 
     request: Request
     vocab_size: int
-    column: np.ndarray
+    index: int
+    is_plain: bool
     bias: np.ndarray | None
     base: np.ndarray | None
     early: np.ndarray | None
     phrases: tuple[tuple[int, ...], ...]
+    ends: np.ndarray
 
     @classmethod
-    def of(cls, request: Request, vocab_size: int) -> _Prepared:
+    def of(cls, request: Request, vocab_size: int, index: int) -> _Prepared:
         params = request.params
         base = None
         if params.allowed_token_ids is not None:
@@ -192,11 +230,13 @@ class _Prepared:
         return cls(
             request=request,
             vocab_size=vocab_size,
-            column=_column(request),
+            index=index,
+            is_plain=not (params.logit_bias or words or params.min_tokens) and base is None,
             bias=_bias(params.logit_bias, vocab_size) if params.logit_bias else None,
             base=base,
             early=_ban(base, ends if params.min_tokens else (), vocab_size),
             phrases=tuple(word for word in words if len(word) > 1),
+            ends=_ends(ends),
         )
 
     def mask(self, row: ScheduledRow) -> np.ndarray | None:
@@ -215,7 +255,7 @@ class _Prepared:
 
 
 def _column(request: Request) -> np.ndarray:
-    """Return a request's column of the blob, int32 [len(ROW_FIELDS)]."""
+    """Return a request's column of the blob, int32 [len(ROW_FIELDS)], all but the position."""
     params = request.params
     draws = params.temperature >= MIN_TEMPERATURE and params.top_k != 1
     floats = {
@@ -250,6 +290,13 @@ def _bias(logit_bias: Mapping[int, float], vocab_size: int) -> np.ndarray:
     bias[0, : len(logit_bias)] = list(logit_bias)
     bias[1, : len(logit_bias)] = np.array(list(logit_bias.values()), np.float32).view(np.int32)
     return bias
+
+
+def _ends(token_ids: Iterable[int]) -> np.ndarray:
+    known = sorted(token_ids)[:MAX_STOP_IDS]
+    ends = np.full(MAX_STOP_IDS, -1, np.int32)
+    ends[: len(known)] = known
+    return ends
 
 
 def _bits(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:

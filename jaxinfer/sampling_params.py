@@ -114,6 +114,11 @@ class SamplingParams:
         )
 
     @property
+    def needs_host_tokens(self) -> bool:
+        """Whether a token can be sampled only once the host has seen all those before it."""
+        return any(len(words) > 1 for words in self.bad_words_token_ids or ())
+
+    @property
     def num_logprobs(self) -> int:
         """The larger of `logprobs` and `prompt_logprobs`, -1 if neither was asked for."""
         return max(-1 if x is None else x for x in (self.logprobs, self.prompt_logprobs))

@@ -109,8 +109,16 @@ class Scheduler:
             self._finish(request, reason)
         return request
 
-    def schedule(self) -> StepPlan:
-        """Plan a step and count its tokens as computed. An empty plan means: nothing to do now."""
+    def schedule(self, max_decode_steps: int = 1) -> StepPlan:
+        """Plan a step and count its tokens as computed. An empty plan means: nothing to do now.
+
+        Args:
+            max_decode_steps: While nobody waits, that many tokens a request may be planned at once.
+        """
+        several = self._decode_rows(max_decode_steps) if max_decode_steps > 1 else ()
+        if several:
+            num_decode_steps = max(row.num_steps for row in several)
+            return StepPlan(rows=several, num_decode_steps=num_decode_steps)
         rows: list[ScheduledRow] = []
         num_preemptions_before = self.num_preemptions
 
@@ -119,8 +127,10 @@ class Scheduler:
         # from the worst, off the end of this list: who stands in the plan never loses them.
         spare = self.max_num_batched_tokens - len(self._running)
         for request in self._running:
-            num_new_tokens = min(request.num_lagging_tokens, 1 + spare)
-            spare -= num_new_tokens - 1
+            num_new_tokens = request.num_lagging_tokens
+            if num_new_tokens != 1:
+                num_new_tokens = min(num_new_tokens, 1 + spare)
+                spare -= num_new_tokens - 1
             if num_new_tokens and self._make_room(request, num_new_tokens):
                 rows.append(self._advance(request, num_new_tokens))
         num_preempted = self.num_preemptions - num_preemptions_before
@@ -142,20 +152,26 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput]:
-        """Append the sampled tokens and end the requests that are done."""
+        """Append the sampled tokens and end the requests that are done.
+
+        Of several tokens those behind the one that ended a request are dropped.
+        """
         for row in plan.rows if result.prompt_logprobs else ():
             if row.is_current and row.request.first_token_time is None:
                 entries = result.prompt_logprobs.get(row.request.request_id, ())
                 # By position: a chunk that was computed again replaces its entries.
                 row.request.prompt_logprobs[row.start + 1 :] = entries
         outputs = []
-        for row, token_id, corrupted, logprobs in zip(
+        for row, token_ids, corrupted, logprobs in zip(
             plan.sampling_rows, result.token_ids, result.corrupted, result.logprobs, strict=True
         ):
-            if row.is_current:
-                outputs.append(
-                    self._fail(row) if corrupted else self._emit(row.request, token_id, logprobs)
-                )
+            if not row.is_current:
+                continue
+            if token_ids:
+                outputs.append(self._emit(row.request, token_ids, logprobs))
+            if len(token_ids) != row.num_steps and row.is_current:
+                assert corrupted, f"{len(token_ids)} tokens of {row.num_steps} steps, and no end"
+                outputs.append(self._fail(row.request))
         return outputs
 
     def check_integrity(self) -> None:
@@ -174,6 +190,35 @@ class Scheduler:
         assert self.num_running <= self.max_num_seqs, f"{self.num_running=}"
         self.pages.check_integrity(self._running)
 
+    def _decode_rows(self, max_steps: int) -> tuple[ScheduledRow, ...]:
+        """Return the rows of several decode steps at once; none if it has to be step by step.
+
+        Nobody may wait, be in the middle of a prompt, need the host between tokens or lose pages.
+        """
+        if self._waiting:
+            return ()
+        num_steps = min(max_steps, self.max_num_batched_tokens)  # to which window pages are sized
+        requests: list[Request] = []
+        for request in self._running:
+            lag = request.num_lagging_tokens
+            if lag:
+                num_steps = min(num_steps, request.num_steps_unattended)
+                requests.append(request)
+            if lag > 1 or num_steps <= 1:
+                return ()
+        steps = [min(int(num_steps), request.num_tokens_left) for request in requests]
+        ends = [(r, r.num_computed_tokens + n) for r, n in zip(requests, steps, strict=True)]
+        if max(steps, default=0) <= 1 or not self.pages.grow_all(ends):
+            return ()
+        rows = []
+        for request, n in zip(requests, steps, strict=True):
+            row = self._advance(request, 1)
+            row.num_steps = n
+            request.num_computed_tokens += n - 1
+            request.num_pending_tokens += n
+            rows.append(row)
+        return tuple(rows)
+
     def _rank(self, request: Request) -> tuple[int, float]:
         """Lower is better; equals keep the order in which they were added."""
         return (request.priority if self.policy == "priority" else 0, request.arrival_time)
@@ -191,7 +236,7 @@ class Scheduler:
     def _preempt_worst(self) -> Request:
         """Take the last one's pages and put it back in front of those that it was in front of."""
         victim = self._running.pop()
-        self._release(victim)
+        self._leave(victim)
         victim.status = RequestStatus.WAITING
         victim.num_preemptions += 1
         self.num_preemptions += 1
@@ -222,10 +267,11 @@ class Scheduler:
 
     def _advance(self, request: Request, num_new_tokens: int) -> ScheduledRow:
         """Count the tokens as computed and share the pages they fill."""
+        assert request.num_pending_tokens <= 1, f"several tokens in flight: {request}"
         start = request.num_computed_tokens
         request.num_computed_tokens = end = start + num_new_tokens
         if end // self.page_pool.page_size > request.num_hashed_pages:
-            self._share_full_pages(request)
+            self._share_full_pages(request, min(end, request.num_tokens))
         samples = end == request.num_tokens_with_pending
         epoch = request.num_preemptions
         return ScheduledRow(request, start, num_new_tokens, samples, epoch, request.pending_row)
@@ -238,55 +284,61 @@ class Scheduler:
         # Even if all is found, the last token has to be computed, for the logits it yields.
         return self._hash_pages(request, (request.num_tokens - 1) // pool.page_size)
 
-    def _share_full_pages(self, request: Request) -> None:
-        """Let others find the pages filled by this step or before, if all their tokens are known.
+    def _share_full_pages(self, request: Request, num_tokens: int) -> None:
+        """Let others find the pages filled by the first tokens, all computed and known.
 
         They may be read in this very step: each layer writes all keys and values before it reads
         any. A page that ends in a pending token has to wait for the token's value.
         """
         pool = self.page_pool
-        if not pool.enable_prefix_caching:
-            return
-        num_pages = min(request.num_computed_tokens, request.num_tokens) // pool.page_size
-        self.pages.share(request, self._hash_pages(request, num_pages))
+        num_pages = num_tokens // pool.page_size
+        if pool.enable_prefix_caching and num_pages > request.num_hashed_pages:
+            self.pages.share(request, self._hash_pages(request, num_pages))
 
     def _hash_pages(self, request: Request, num_pages: int) -> list[bytes]:
         hashes, page_size = request.page_hashes, self.page_pool.page_size
         extend_hashes(hashes, num_pages, request.token_ids, page_size, request.cache_salt)
         return hashes[:num_pages]
 
-    def _emit(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> TokenOutput:
-        request.append(token_id)
-        prompt_logprobs = None
+    def _emit(
+        self,
+        request: Request,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> TokenOutput:
+        finish_reason, stop_reason, count = None, None, 0
+        for token_id in token_ids:
+            request.append(token_id)
+            count += 1
+            finish_reason, stop_reason = request.why_done()
+            if finish_reason is not None:
+                token_ids = token_ids[:count]
+                break
+        output = TokenOutput(request.request_id, token_ids)
+        if logprobs and request.params.logprobs is not None:
+            output.logprobs = logprobs[:count]
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
+            output.num_cached_tokens = request.num_cached_tokens
+            output.first_scheduled_time = request.first_scheduled_time
             if request.params.prompt_logprobs is not None:
-                prompt_logprobs = tuple(request.prompt_logprobs)
+                output.prompt_logprobs = tuple(request.prompt_logprobs)
                 request.prompt_logprobs.clear()
-        finish_reason, stop_reason = request.why_done()
         if finish_reason is not None:
+            output.finish_reason, output.stop_reason = finish_reason, stop_reason
             self._finish(request, finish_reason)
-        return TokenOutput(
-            request.request_id,
-            (token_id,),
-            (logprobs,) if logprobs and request.params.logprobs is not None else None,
-            prompt_logprobs,
-            finish_reason,
-            stop_reason,
-            request.num_cached_tokens,
-            request.first_scheduled_time,
-        )
+        return output
 
-    def _fail(self, row: ScheduledRow) -> TokenOutput:
+    def _fail(self, request: Request) -> TokenOutput:
         """End a request that has no next token; nobody shall find what it computed."""
-        request = row.request
+        num_tokens = request.num_tokens
         self.num_corrupted += 1
-        self.pages.uncache(request.page_hashes)
         self._finish(request, FinishReason.ERROR)
+        self.pages.uncache(request.page_hashes)
         return TokenOutput(
             request_id=request.request_id,
             finish_reason=FinishReason.ERROR,
-            error=f"there is no next token after {row.end}: the model's logits held a NaN (the"
+            error=f"there is no next token after {num_tokens}: the model's logits held a NaN (the"
             " weights are damaged or overflow; try dtype float32), or bad words and allowed tokens"
             " left nothing to choose from",
             num_cached_tokens=request.num_cached_tokens,
@@ -297,14 +349,17 @@ class Scheduler:
         running = request.status is RequestStatus.RUNNING
         (self._running if running else self._waiting).remove(request)
         del self._live[request.request_id]
-        self._release(request)
+        self._leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
-    def _release(self, request: Request) -> None:
+    def _leave(self, request: Request) -> None:
         """Free all pages, even those that the step in flight still writes.
 
-        Steps run in the order of their dispatch: whoever is given the pages next writes later.
+        Steps run in the order of their dispatch: whoever is given the pages next writes later. What
+        several decode steps have filled can be found from now on; the newest token was not computed
+        if it ended them, whatever was planned.
         """
+        self._share_full_pages(request, min(request.num_computed_tokens, request.num_tokens - 1))
         self.pages.release(request)
         request.start_over()

@@ -1,9 +1,10 @@
 """The compiled programs of a step: what is traced, for which shapes.
 
-Four kinds, whose variants add instead of multiply:
+Five kinds, whose variants add instead of multiply:
 
     backbone  keyed by T, the bucket of tokens: cache and packed metadata → cache and hidden states
     sampler   keyed by B, the bucket of sampled rows: hidden states → head → tokens
+    decode    keyed by B: both of them in a loop, for rows of one token that need no host in between
     rows      keyed by T: picks the hidden states of prompt tokens to be scored
     score     one: those hidden states → head → log-probabilities
 """
@@ -21,11 +22,12 @@ from flax import nnx
 
 from jaxinfer.batch import SampledTokens
 from jaxinfer.compilation import Programs, buckets
+from jaxinfer.decode_loop import decode_loop
 from jaxinfer.forward_batch import BatchLayout, resolve_pending
 from jaxinfer.kv_cache import CacheShape, KVCache, PagedAttend, write_token_ids
 from jaxinfer.models import ModelConfig, Transformer, flat_parameters
 from jaxinfer.sampler import History, Logprobs, sample, token_logprobs
-from jaxinfer.sampling_batch import ROW_FIELDS, unpack_sampling
+from jaxinfer.sampling_batch import MAX_STOP_IDS, ROW_FIELDS, unpack_sampling
 from jaxinfer.sampling_params import MAX_LOGIT_BIAS
 from jaxinfer.sharding import replicated
 
@@ -48,6 +50,7 @@ class RunnerConfig:
         kv_cache_dtype: Of KV pages; None: that of activations.
         windows: Each has a group of pages of its own.
         num_window_pages: Pages of each of these groups.
+        num_decode_steps: Most decode steps in one dispatch.
         attention_impl: See `pallas_kernels.paged_attention`.
     """
 
@@ -60,6 +63,7 @@ class RunnerConfig:
     dtype: Any
     windows: tuple[int, ...] = ()
     num_window_pages: int = 0
+    num_decode_steps: int = 1
     attention_impl: str = "auto"
     kv_cache_dtype: Any = None
 
@@ -90,9 +94,16 @@ class RunnerConfig:
 
     def layout(self, num_tokens: int) -> BatchLayout:
         """The packed metadata of a token bucket."""
+        return self._layout(num_tokens, self.max_num_seqs)
+
+    def decode_layout(self, num_rows: int) -> BatchLayout:
+        """The packed metadata of a row bucket, one token a row."""
+        return self._layout(num_rows, num_rows)
+
+    def _layout(self, num_tokens: int, num_rows: int) -> BatchLayout:
         return BatchLayout(
             num_tokens=num_tokens,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=num_rows,
             max_pages=self.max_pages,
             num_slots=tuple(n * self.page_size for n in self.group_pages),
             page_size=self.page_size,
@@ -174,15 +185,25 @@ class StepPrograms:
         self.backbone = PureModule.of(model, parameters)
         self.head = PureModule.of(model.head(), parameters, rename=("projection", model.head_path))
         shape = cache_shape(model.config, config.windows, config.page_size, config.page_dtype)
-        self._layer_groups = shape.layer_groups
         self._hidden_size = model.config.hidden_size
         self._vocab_size = model.config.vocab_size
         self._whole = replicated(mesh)
         self._cache = jax.tree.map(abstract, cache)
+        self._attend_over = partial(
+            PagedAttend,
+            layer_groups=shape.layer_groups,
+            impl=config.attention_impl,
+            sharding=self._cache.layers[0].k_pages.sharding,
+        )
         self.compiled = Programs(
             {
                 # The largest first: they take longest, and everything waits for the last.
                 **self._variants("backbone", self._lower_backbone, config.token_buckets[::-1]),
+                **self._variants(
+                    "decode",
+                    self._lower_decode,
+                    config.row_buckets[::-1] if config.num_decode_steps > 1 else (),
+                ),
                 **self._variants("sampler", self._lower_sampler, config.row_buckets),
                 ("score",): self._lower_score,
                 **self._variants("rows", self._lower_rows, config.token_buckets),
@@ -231,16 +252,65 @@ class StepPrograms:
         batch = layout.unpack(packed)
         token_ids = resolve_pending(batch, last_sampled)
         cache = write_token_ids(cache, token_ids, batch.slot_mapping[0])
-        attend = PagedAttend(
-            cache,
-            batch.ragged,
-            batch.slot_mapping,
-            layer_groups=self._layer_groups,
-            impl=self.config.attention_impl,
-            sharding=self._cache.layers[0].k_pages.sharding,
-        )
+        attend = self._attend_over(cache, batch.ragged, batch.slot_mapping)
         hidden = self.backbone(leaves)(token_ids, batch.positions, attend)
         return attend.cache, hidden[batch.sample_tokens], hidden
+
+    def _lower_decode(self, B: int) -> jax.stages.Lowered:
+        layout = self.config.decode_layout(B)
+        cache_out = jax.tree.map(lambda x: x.sharding, self._cache)
+        return jax.jit(
+            partial(self._decode_steps, layout),
+            donate_argnums=1,
+            out_shardings=(cache_out, self._whole, self._whole),
+        ).lower(
+            (self.backbone.abstract, self.head.abstract),
+            self._cache,
+            self._array((layout.size,)),
+            self._array((self.config.max_num_seqs,)),
+            self._array((1 + MAX_STOP_IDS, B)),
+            *self._sampling_arrays(B),
+        )
+
+    def _decode_steps(
+        self,
+        layout: BatchLayout,
+        leaves: tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]],
+        cache: KVCache,
+        packed: jax.Array,
+        last_sampled: jax.Array,
+        limits: jax.Array,
+        rows: jax.Array,
+        bias: jax.Array,
+        allowed: jax.Array,
+    ) -> tuple[KVCache, SampledTokens, jax.Array]:
+        """Return what `decode_loop` does.
+
+        DONATES cache.
+        """
+        batch = layout.unpack(packed)
+        return decode_loop(
+            self.backbone(leaves[0]),
+            self.head(leaves[1]),
+            cache,
+            batch,
+            resolve_pending(batch, last_sampled),
+            limits,
+            unpack_sampling(rows, bias, allowed),
+            num_steps=self.config.num_decode_steps,
+            num_slots=layout.num_slots,
+            vocab_size=self._vocab_size,
+            max_logprobs=self.config.max_logprobs,
+            attend_over=self._attend_over,
+        )
+
+    def _sampling_arrays(self, B: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """A `PackedSampling`, as it reaches the device."""
+        return (
+            self._array((len(ROW_FIELDS), B)),
+            self._array((2, B, MAX_LOGIT_BIAS)),
+            self._array((B, -(-self._vocab_size // 32)), jnp.uint32),
+        )
 
     def _lower_sampler(self, B: int) -> jax.stages.Lowered:
         config = self.config
@@ -248,9 +318,7 @@ class StepPrograms:
             self.head.abstract,
             self._array((config.max_num_seqs, self._hidden_size), config.dtype),
             self._cache.token_ids,
-            self._array((len(ROW_FIELDS), B)),
-            self._array((2, B, MAX_LOGIT_BIAS)),
-            self._array((B, -(-self._vocab_size // 32)), jnp.uint32),
+            *self._sampling_arrays(B),
             self._array((B, config.max_pages)),
         )
 

@@ -35,6 +35,8 @@ SMALL = {
     "num_pages": 256,
     "num_window_pages": 256,
     "dtype": "float32",
+    # One program less for each bucket of rows; tests/equivalence/test_decode_steps.py has more.
+    "num_decode_steps": 1,
 }
 """Settings under which a tiny model compiles in seconds."""
 

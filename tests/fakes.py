@@ -13,7 +13,7 @@ back than the window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -170,12 +170,65 @@ class FakeRunner:
 
     def forward(self, plan: StepPlan) -> FakeLogits:
         """Compute the planned tokens; layer by layer, writes before reads."""
+        return self._forward(plan, [self._token_ids(row) for row in plan.rows])
+
+    def decode(self, plan: StepPlan) -> StepResult:
+        """Run decode steps as the device does: no look at the host in between."""
+        assert plan.rows == plan.sampling_rows and plan.num_decode_rows == len(plan.rows)
+        newest = {row.request.request_id: self._token_ids(row)[0] for row in plan.rows}
+        # A token still in flight may be the last one.
+        running = [row for row in plan.rows if not self._ends(row.request, newest, row.end)]
+        results: dict[str, list[int]] = {request_id: [] for request_id in newest}
+        logprobs: dict[str, list[TokenLogprobs]] = {request_id: [] for request_id in newest}
+        corrupted = set()
+        for step in range(plan.num_decode_steps):
+            rows = tuple(
+                replace(row, start=row.start + step) for row in running if step < row.num_steps
+            )
+            if not rows:
+                break
+            token_ids = [[newest[row.request.request_id]] for row in rows]
+            step_plan = StepPlan(rows=rows)
+            sampled = self.sample(step_plan, self._forward(step_plan, token_ids))
+            for row, tokens, bad, entries in zip(
+                rows, sampled.token_ids, sampled.corrupted, sampled.logprobs, strict=True
+            ):
+                request_id = row.request.request_id
+                results[request_id] += tokens
+                logprobs[request_id] += entries or ()
+                newest[request_id] = tokens[0] if tokens else -1
+                corrupted |= {request_id} if bad else set()
+            running = [
+                row
+                for row in running
+                if row.request.request_id not in corrupted
+                and not self._ends(row.request, newest, row.end + step + 1)
+            ]
+        # Nobody may take a token of these steps from the device.
+        self._last_sampled = []
+        return StepResult(
+            token_ids=tuple(map(tuple, results.values())),
+            corrupted=tuple(request_id in corrupted for request_id in results),
+            logprobs=tuple(
+                None if row.request.params.logprobs is None else tuple(entries)
+                for row, entries in zip(plan.rows, logprobs.values(), strict=True)
+            ),
+        )
+
+    @staticmethod
+    def _ends(request: Request, newest: dict[str, int], num_tokens: int) -> bool:
+        ends = {*request.eos_token_ids, *request.params.stop_token_ids}
+        num_output_tokens = num_tokens - request.num_prompt_tokens
+        is_end = newest[request.request_id] in ends
+        return is_end and num_output_tokens > request.params.min_tokens
+
+    def _forward(self, plan: StepPlan, token_ids: list[list[int]]) -> FakeLogits:
         assert all(row.num_scheduled_tokens > 0 for row in plan.rows), "a row without tokens"
         layer0, layer1 = self._layers
         slots = [self._slots(row.request.page_ids, 0, row.end) for row in plan.rows]
         self._check_written(plan, slots)
-        for row, row_slots in zip(plan.rows, slots, strict=True):
-            layer0[row_slots[row.start :]] = _embed(self._token_ids(row), row.start)
+        for row, row_slots, row_ids in zip(plan.rows, slots, token_ids, strict=True):
+            layer0[row_slots[row.start :]] = _embed(row_ids, row.start)
         for row, row_slots in zip(plan.rows, slots, strict=True):
             layer1[row_slots[row.start :]] = _attend(layer0[row_slots])[row.start :]
         states = [layer1[s][row.start :] for row, s in zip(plan.rows, slots, strict=True)]
@@ -198,15 +251,15 @@ class FakeRunner:
         rows = plan.sampling_rows
         corrupted = tuple(self.corrupt(row.request, row.end) for row in rows)
         token_ids = tuple(
-            -1 if bad else _sample(history, row.request.seed)
+            () if bad else (_sample(history, row.request.seed),)
             for row, history, bad in zip(rows, logits.histories, corrupted, strict=True)
         )
-        self._last_sampled = [max(token_id, 0) for token_id in token_ids]
+        self._last_sampled = [ids[0] if ids else 0 for ids in token_ids]
         return StepResult(
             token_ids=token_ids,
             corrupted=corrupted,
             logprobs=tuple(
-                None if row.request.params.logprobs is None else _logprob(history[-1])
+                None if row.request.params.logprobs is None else (_logprob(history[-1]),)
                 for row, history in zip(rows, logits.histories, strict=True)
             ),
             prompt_logprobs=logits.prompt_logprobs,
@@ -222,6 +275,10 @@ class FakeRunner:
     @property
     def num_programs(self) -> int:
         return 0
+
+    @property
+    def max_decode_steps(self) -> int:
+        return 8
 
     def _look_back(
         self, plan: StepPlan, states: list[np.ndarray], group: int, window: int
@@ -267,15 +324,23 @@ class StepLoop:
         plans: Every plan so far.
         outputs: Every output so far, in order.
         max_steps: More steps than that without an end are taken for a hang.
+        decode_steps: Most decode steps in one dispatch.
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: FakeRunner, *, overlap: bool, max_steps: int = 10_000
+        self,
+        scheduler: Scheduler,
+        runner: FakeRunner,
+        *,
+        overlap: bool,
+        max_steps: int = 10_000,
+        decode_steps: int = 1,
     ):
         self.scheduler = scheduler
         self.runner = runner
         self.overlap = overlap
         self.max_steps = max_steps
+        self.decode_steps = decode_steps
         self.plans: list[StepPlan] = []
         self.outputs: list[TokenOutput] = []
         self._in_flight: tuple[StepPlan, StepResult] | None = None
@@ -285,23 +350,40 @@ class StepLoop:
         return self.scheduler.has_unfinished or self._in_flight is not None
 
     def step(self) -> list[TokenOutput]:
-        plan = self.scheduler.schedule()
-        self.plans.append(plan)
-        outputs = self._overlapped(plan) if self.overlap else self._plain(plan)
+        outputs = self._overlapped() if self.overlap else self._plain()
         self.outputs += outputs
         return outputs
 
-    def _plain(self, plan: StepPlan) -> list[TokenOutput]:
+    def _schedule(self) -> StepPlan:
+        self.plans.append(self.scheduler.schedule(self.decode_steps))
+        return self.plans[-1]
+
+    def _plain(self) -> list[TokenOutput]:
+        plan = self._schedule()
+        if plan.num_decode_steps > 1:
+            return self.scheduler.update(plan, self.runner.decode(plan))
         return self.scheduler.update(plan, self.runner.run(plan)) if plan else []
 
-    def _overlapped(self, plan: StepPlan) -> list[TokenOutput]:
-        logits = self.runner.forward(plan) if plan else None
+    def _overlapped(self) -> list[TokenOutput]:
         outputs: list[TokenOutput] = []
-        if self._in_flight is not None:
-            previous, sampled = self._in_flight
-            outputs = self.scheduler.update(previous, self.runner.fetch(previous, sampled))
-        self._in_flight = (plan, self.runner.sample(plan, logits)) if plan else None
+        if self._in_flight is not None and self._in_flight[0].num_decode_steps > 1:
+            outputs = self._learn()
+        plan = self._schedule()
+        if plan.num_decode_steps > 1:
+            sampled = self.runner.decode(plan)
+            outputs += self._learn()
+        else:
+            logits = self.runner.forward(plan) if plan else None
+            outputs += self._learn()
+            sampled = self.runner.sample(plan, logits) if plan else None
+        self._in_flight = (plan, sampled) if plan else None
         return outputs
+
+    def _learn(self) -> list[TokenOutput]:
+        if self._in_flight is None:
+            return []
+        (plan, sampled), self._in_flight = self._in_flight, None
+        return self.scheduler.update(plan, self.runner.fetch(plan, sampled))
 
     def run(self) -> dict[str, list[int]]:
         """Step until all is done; return each request's output tokens."""

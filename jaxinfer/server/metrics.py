@@ -74,6 +74,9 @@ ENGINE_SERIES = (
     _gauge("num_pages_used", "jaxinfer_pages_used", "KV pages that sequences hold."),
     _gauge("num_pages_cached", "jaxinfer_pages_cached", "KV pages held for reuse only."),
     _counter("num_steps", "jaxinfer_steps", "Engine steps."),
+    _counter(
+        "num_multi_steps", "jaxinfer_multi_steps", "Engine steps of several tokens per request."
+    ),
     _counter("compilations_total", "jaxinfer_compilations", "Graphs compiled."),
     _counter(
         "compilations_after_warmup",

@@ -36,6 +36,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         spare_budget=st.sampled_from([0, 1, 3, 30]),
         windows=st.sampled_from([(), (), (1,), (5,), (8,), (3, 11)]),
         spare_window_pages=st.sampled_from([0, 3, 100]),
+        decode_steps=st.sampled_from([1, 2, 4, 8]),
     )
     def start(
         self,
@@ -48,6 +49,7 @@ class SchedulingMachine(RuleBasedStateMachine):
         spare_budget,
         windows,
         spare_window_pages,
+        decode_steps,
     ):
         num_pages = num_slots // page_size
         self.budget = max_num_seqs + spare_budget
@@ -76,7 +78,9 @@ class SchedulingMachine(RuleBasedStateMachine):
         runner = FakeRunner(
             num_pages, page_size, window_pools=window_pools, corrupt=self.is_corrupt
         )
-        self.loop = StepLoop(self.scheduler, runner, overlap=overlap, max_steps=2000)
+        self.loop = StepLoop(
+            self.scheduler, runner, overlap=overlap, max_steps=2000, decode_steps=decode_steps
+        )
         self.requests: dict[str, Request] = {}
         self.corrupt_after: dict[str, int] = {}
         self.aborted: set[str] = set()
@@ -92,9 +96,25 @@ class SchedulingMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "a"]),
         priority=st.integers(0, 2),
         prompt_logprobs=st.sampled_from([None, None, 1]),
+        logprobs=st.sampled_from([None, None, 1]),
+        min_tokens=st.sampled_from([0, 0, 5]),
+        phrases=st.sampled_from([None] * 5 + [[[100, 101]]]),
         corrupt_after=st.sampled_from([None] * 7 + [8]),
     )
-    def add(self, prompt, max_tokens, eos, seed, salt, priority, prompt_logprobs, corrupt_after):
+    def add(
+        self,
+        prompt,
+        max_tokens,
+        eos,
+        seed,
+        salt,
+        priority,
+        prompt_logprobs,
+        logprobs,
+        min_tokens,
+        phrases,
+        corrupt_after,
+    ):
         request_id = f"r{len(self.requests)}"
         request = make_request(
             request_id,
@@ -106,6 +126,10 @@ class SchedulingMachine(RuleBasedStateMachine):
             # A damaged prefix damages whoever shares it; here only one request is to be hurt.
             cache_salt=salt if corrupt_after is None else request_id,
             prompt_logprobs=prompt_logprobs,
+            logprobs=logprobs,
+            min_tokens=min(min_tokens, max_tokens),
+            # Never met, yet the host has to look.
+            bad_words_token_ids=phrases,
         )
         pool = self.scheduler.page_pool
         try:
@@ -116,6 +140,26 @@ class SchedulingMachine(RuleBasedStateMachine):
         self.requests[request_id] = request
         if corrupt_after is not None:
             self.corrupt_after[request_id] = corrupt_after
+
+    @precondition(lambda self: any(r.finish_reason for r in self.requests.values()))
+    @rule(data=st.data(), max_tokens=st.integers(1, 14))
+    def reply(self, data, max_tokens):
+        """The next turn of a conversation: its prefix is what another request ended with."""
+        over = [name for name, r in self.requests.items() if r.finish_reason]
+        said = self.requests[data.draw(st.sampled_from(sorted(over)))]
+        self.add(
+            prompt=[*said.token_ids, 1],
+            max_tokens=max_tokens,
+            eos=tuple(range(20)),
+            seed=0,
+            salt=said.cache_salt,
+            priority=0,
+            prompt_logprobs=None,
+            logprobs=None,
+            min_tokens=0,
+            phrases=None,
+            corrupt_after=self.corrupt_after.get(said.request_id),
+        )
 
     @precondition(lambda self: self.loop.has_unfinished)
     @rule(count=st.integers(1, 6))
@@ -143,6 +187,10 @@ class SchedulingMachine(RuleBasedStateMachine):
             assert [row.num_scheduled_tokens > 1 for row in plan.rows] == sorted(
                 row.num_scheduled_tokens > 1 for row in plan.rows
             )
+            assert plan.num_decode_steps <= self.loop.decode_steps
+            if plan.num_decode_steps > 1:
+                assert all(row.samples and row.num_scheduled_tokens == 1 for row in plan.rows)
+                assert not any(row.request.params.bad_words_token_ids for row in plan.rows)
 
     def teardown(self):
         if not hasattr(self, "loop"):
@@ -163,7 +211,11 @@ class SchedulingMachine(RuleBasedStateMachine):
                 assert got == want[: max(limit, 0)]
             else:
                 assert got == want
-                assert [out.finished for out in outputs] == [False] * (len(got) - 1) + [True]
+                assert [out.finished for out in outputs] == [False] * (len(outputs) - 1) + [True]
+                assert all(1 <= len(out.new_token_ids) <= self.loop.decode_steps for out in outputs)
+            asked = request.params.logprobs is not None
+            for out in outputs:
+                assert len(out.logprobs or ()) == asked * len(out.new_token_ids)
             if got and request.params.prompt_logprobs is not None:
                 expected = expected_prompt_logprobs(request, self.windows)
                 assert outputs[0].prompt_logprobs == expected

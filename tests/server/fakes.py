@@ -76,6 +76,7 @@ class RecitingRunner:
 
     num_programs = 0
     windows = ()
+    max_decode_steps = 1
 
     def __init__(self, reply: str = REPLY):
         self.reply = reply.encode()
@@ -96,12 +97,16 @@ class RecitingRunner:
     def sample(self, plan: StepPlan, hidden: StepPlan) -> StepResult:
         rows = plan.sampling_rows
         tokens = [self._token(row.request, row.end) for row in rows]
+        corrupted = tuple(POISON in row.request.prompt_token_ids for row in rows)
+        widths = [row.request.params.logprobs for row in rows]
         return StepResult(
-            token_ids=tuple(tokens),
-            corrupted=tuple(POISON in row.request.prompt_token_ids for row in rows),
+            token_ids=tuple(
+                () if bad else (token,) for token, bad in zip(tokens, corrupted, strict=True)
+            ),
+            corrupted=corrupted,
             logprobs=tuple(
-                _logprobs(token, row.request.params.logprobs)
-                for row, token in zip(rows, tokens, strict=True)
+                None if width is None else (_logprobs(token, width),)
+                for width, token in zip(widths, tokens, strict=True)
             ),
             prompt_logprobs=dict(filter(None, map(_prompt_logprobs, plan.rows))),
         )
@@ -121,10 +126,8 @@ class RecitingRunner:
         return self.reply[index] if index < len(self.reply) else EOS
 
 
-def _logprobs(token: int, num_top: int | None) -> TokenLogprobs | None:
+def _logprobs(token: int, num_top: int) -> TokenLogprobs:
     """The token that stands there is the second likeliest; the last alternative is impossible."""
-    if num_top is None:
-        return None
     top = ((token + 1) % 256, token, (token + 2) % 256)[:num_top]
     values = (-0.25, -0.5, -float("inf"))[:num_top]
     return TokenLogprobs(logprob=-0.5, rank=2, top_token_ids=top, top_logprobs=values)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jaxinfer.sampling_batch import (
     SamplingPacker,
     child_seed,
-    needs_host_tokens,
     neutral_bias,
     neutral_mask,
     unpack_sampling,
@@ -153,8 +152,8 @@ def test_a_phrase_may_begin_in_the_prompt() -> None:
 
 
 def test_phrases_need_their_tokens_on_the_host() -> None:
-    assert needs_host_tokens(SamplingParams(bad_words_token_ids=((1,), (1, 2))))
-    assert not needs_host_tokens(SamplingParams(bad_words_token_ids=((1,),)))
+    assert SamplingParams(bad_words_token_ids=((1,), (1, 2))).needs_host_tokens
+    assert not SamplingParams(bad_words_token_ids=((1,),)).needs_host_tokens
     scheduled = row(output=(4,), bad_words_token_ids=((4, 5),)).scheduled()
     scheduled.request.token_ids.pop()
     with pytest.raises(AssertionError, match="must be on the host"):

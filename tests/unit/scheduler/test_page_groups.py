@@ -193,7 +193,7 @@ def peak_bytes(layers, num_tokens, chunk=512, page_size=16):
         scheduler.update(
             plan,
             StepResult(
-                token_ids=(5,) * count, corrupted=(False,) * count, logprobs=(None,) * count
+                token_ids=((5,),) * count, corrupted=(False,) * count, logprobs=(None,) * count
             ),
         )
     return peak

@@ -24,7 +24,7 @@ def make_scheduler(num_pages=64, page_size=4, budget=32, max_num_seqs=8, caching
 def result(plan, token_id=5):
     count = len(plan.sampling_rows)
     return StepResult(
-        token_ids=(token_id,) * count, corrupted=(False,) * count, logprobs=(None,) * count
+        token_ids=((token_id,),) * count, corrupted=(False,) * count, logprobs=(None,) * count
     )
 
 
