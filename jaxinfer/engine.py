@@ -17,7 +17,7 @@ from jaxinfer.errors import InvalidRequestError
 from jaxinfer.metrics import EngineStats
 from jaxinfer.page_groups import WindowPool
 from jaxinfer.page_pool import PagePool
-from jaxinfer.request import FinishReason, Request, TokenOutput
+from jaxinfer.request import FinishReason, Pooling, Request, TokenOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler import Scheduler
 
@@ -93,6 +93,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         arrival_time: float | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """Queue a sequence; its tokens come from later `step` calls.
 
@@ -104,6 +105,7 @@ class Engine:
             priority: Lower runs first under the "priority" policy.
             cache_salt: Prefix pages are shared only among equal salts.
             arrival_time: `time.monotonic()` seconds; now if None.
+            pooling: Ask for the prompt's vector instead of tokens: one output without tokens.
 
         Raises:
             InvalidRequestError: It could never be served.
@@ -113,6 +115,8 @@ class Engine:
         if seed is None:
             seed = params.seed if params.seed is not None else secrets.randbits(64)
         room = self.max_model_len - len(prompt_token_ids)
+        if pooling is not None:
+            room = 1  # the step that computes the prompt's last token samples behind it
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -122,6 +126,7 @@ class Engine:
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
+            pooling=pooling,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
         )
         self.scheduler.add(request)
@@ -198,6 +203,13 @@ class Engine:
         stats.compilations_total = self.runner.num_programs
         stats.compilations_after_warmup = self._guard.count
         return stats
+
+    def num_computed_tokens(self, request_id: str) -> int | None:
+        """Return how far a live request has come, prompt tokens included; None if it is not live.
+
+        Tokens of the step in flight count.
+        """
+        return self.scheduler.num_computed_tokens(request_id)
 
     def check_integrity(self) -> None:
         """Assert that no page is lost and no request forgotten.

@@ -17,6 +17,7 @@ from numbers import Integral
 from typing import Any
 
 from jaxinfer.errors import InvalidRequestError, quoted
+from jaxinfer.request import Pooling
 from jaxinfer.sampling_batch import child_seed
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class PreparedRequest:
         priority: Lower runs first under the "priority" policy.
         cache_salt: Prefix pages are shared only among equal salts.
         arrival_time: `time.monotonic()` seconds.
+        pooling: If given, a vector of the prompt is asked for instead of tokens.
     """
 
     request_id: str
@@ -54,6 +56,7 @@ class PreparedRequest:
     priority: int
     cache_salt: str
     arrival_time: float
+    pooling: Pooling | None = None
 
     def sample_id(self, index: int) -> str:
         """Return the engine's name for one sample; distinct for distinct requests."""
@@ -69,6 +72,8 @@ class PreparedRequest:
             "priority": self.priority,
             "cache_salt": self.cache_salt,
             "arrival_time": self.arrival_time,
+            # Named only where it matters: most engines need not know of it.
+            **({} if self.pooling is None else {"pooling": self.pooling}),
         }
 
 
@@ -119,6 +124,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str = "",
         arrival_time: float | None = None,
+        pooling: Pooling | None = None,
     ) -> PreparedRequest:
         """Return the request ready for the engine.
 
@@ -130,6 +136,7 @@ class InputProcessor:
             priority: Lower runs first under the "priority" policy.
             cache_salt: Prefix pages are shared only among equal salts.
             arrival_time: `time.monotonic()` seconds; None for now.
+            pooling: If given, a vector of the prompt is asked for instead of tokens.
 
         Raises:
             InvalidRequestError: It can never be served as asked; `param` names the field.
@@ -170,6 +177,7 @@ class InputProcessor:
             priority=int(priority),
             cache_salt=cache_salt,
             arrival_time=arrival_time,
+            pooling=pooling,
         )
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Prompt:

@@ -15,7 +15,7 @@ from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
 from jaxinfer.compilation import bucket_of
 from jaxinfer.kv_cache import make_cache
 from jaxinfer.models import ModelConfig, Transformer
-from jaxinfer.request import Request, TokenLogprobs
+from jaxinfer.request import Pooling, Request, TokenLogprobs
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
 from jaxinfer.sharding import logical, replicated
@@ -57,10 +57,13 @@ class InFlight:
     Attributes:
         sampled: The tokens; None if the step samples none.
         prompt_scores: Scored parts of prompts, in order.
+        pooled: float32 [max_num_seqs, D], sums of hidden states, entry i for the i-th row of the
+            plan that pools; None if there is none.
     """
 
     sampled: SampledTokens | None
     prompt_scores: tuple[PromptScores, ...]
+    pooled: jax.Array | None = None
 
 
 class ModelRunner:
@@ -100,6 +103,7 @@ class ModelRunner:
         for T in self.config.token_buckets:
             hidden = self._call_backbone(T, self.config.layout(T).pack(StepPlan(rows=())))
             self._score(T, hidden.tokens, nothing, nothing)
+            self.programs.compiled["pool", T](hidden.tokens, np.zeros(T, np.int32))
             for B in self.config.row_buckets:
                 self._call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
         jax.block_until_ready(self._last_sampled)
@@ -120,13 +124,14 @@ class ModelRunner:
             masks: request_id → uint32 [ceil(V / 32)], bit set for the tokens that are allowed.
         """
         scores = self._score_prompts(plan, hidden)
+        pooled = self._pool_prompts(plan, hidden)
         rows = plan.sampling_rows
         if not rows:
-            return InFlight(None, scores)
+            return InFlight(None, scores, pooled)
         B = bucket_of(len(rows), self.config.row_buckets)
         packed = self._packer.pack(rows, B, extra_masks=masks)
         page_table = self._page_table(rows, B)
-        return InFlight(self._call_sampler(B, hidden.sampled, packed, page_table), scores)
+        return InFlight(self._call_sampler(B, hidden.sampled, packed, page_table), scores, pooled)
 
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult:
         """Wait for a step's tokens and bring them to the host; alternatives only if asked for."""
@@ -136,10 +141,18 @@ class ModelRunner:
             entries = _entries(part.scores, [request.params.prompt_logprobs] * part.count)
             known = prompt_logprobs.setdefault(request.request_id, [])
             known.extend(entry for entry in entries if entry is not None)
+        pooled = {}
+        if step.pooled is not None:
+            ids = [row.request.request_id for row in plan.rows if row.request.pooling is not None]
+            pooled = dict(zip(ids, jax.device_get(step.pooled), strict=False))
         rows = plan.sampling_rows
         if step.sampled is None:
             return StepResult(
-                token_ids=(), corrupted=(), logprobs=(), prompt_logprobs=_frozen(prompt_logprobs)
+                token_ids=(),
+                corrupted=(),
+                logprobs=(),
+                prompt_logprobs=_frozen(prompt_logprobs),
+                pooled=pooled,
             )
         token_ids, corrupted = jax.device_get((step.sampled.token_ids, step.sampled.corrupted))
         widths = [row.request.params.logprobs for row in rows]
@@ -153,6 +166,7 @@ class ModelRunner:
             corrupted=tuple(corrupted[: len(rows)].tolist()),
             logprobs=tuple(logprobs),
             prompt_logprobs=_frozen(prompt_logprobs),
+            pooled=pooled,
         )
 
     @property
@@ -216,6 +230,24 @@ class ModelRunner:
                     parts.append(PromptScores(request, n, scores))
             first += row.num_scheduled_tokens
         return tuple(parts)
+
+    def _pool_prompts(self, plan: StepPlan, hidden: Hidden) -> jax.Array | None:
+        """Sum the hidden states that count, for all requests that ask for a vector at once."""
+        if all(row.request.pooling is None for row in plan.rows):
+            return None
+        T = hidden.tokens.shape[0]
+        slots = np.full(T, self.config.max_num_seqs, np.int32)
+        slot, first = 0, 0
+        for row in plan.rows:
+            end = first + row.num_scheduled_tokens
+            if row.request.pooling is not None:
+                if row.request.pooling is Pooling.MEAN:
+                    slots[first:end] = slot
+                elif row.samples:
+                    slots[end - 1] = slot
+                slot += 1
+            first = end
+        return self.programs.compiled["pool", T](hidden.tokens, slots)
 
     def _page_table(self, rows: tuple[ScheduledRow, ...], B: int) -> np.ndarray | None:
         """Pages of the rows whose history the sampler must read; None if there are none."""
