@@ -29,7 +29,7 @@ def prompts() -> list[list[int]]:
 
 
 def expected(engine: Engine, prompt: list[int], pooling: Pooling) -> np.ndarray:
-    hidden = hidden_of(engine, np.asarray(prompt), 16).astype(np.float64)
+    hidden = hidden_of(engine, np.asarray(prompt), 8).astype(np.float64)
     return hidden.mean(axis=0) if pooling is Pooling.MEAN else hidden[-1]
 
 
