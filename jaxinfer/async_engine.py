@@ -68,6 +68,7 @@ class AsyncEngine:
         self.config: EngineConfig = loaded.config
         self.model_name: str = loaded.name
         self.max_model_len: int = loaded.engine.max_model_len
+        self.vocab_size: int = loaded.engine.vocab_size
         self._engine = loaded.engine
         self._defaults = default_sampling_params(loaded.generation_config)
         self._inputs = InputProcessor(
@@ -275,13 +276,15 @@ class AsyncEngine:
         self._check_alive()
         return await self._off_loop(partial(self._inputs.chat_prompt, messages, **template))
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, **options: Any) -> list[int]:
         """Return the text's token ids; long texts are encoded off the event loop.
+
+        Options are those of `InputProcessor.encode`.
 
         Raises:
             InvalidRequestError: It is no Unicode text, or far longer than the context.
         """
-        encode = partial(self._inputs.encode, text, add_special_tokens=add_special_tokens)
+        encode = partial(self._inputs.encode, text, **options)
         return await self._off_loop(encode) if _is_long(text) else encode()
 
     def abort(self, request_id: str) -> None:

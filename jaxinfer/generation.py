@@ -310,6 +310,9 @@ class Generation:
         for rank, (top_id, value) in enumerate(likeliest, 1):
             if top_id not in entry:
                 entry[top_id] = self._logprob(top_id, value, rank)
+        ids = self.prepared.params.logprob_token_ids or ()
+        for asked_id, (value, rank) in zip(ids, logprobs.asked, strict=False):
+            entry.setdefault(asked_id, self._logprob(asked_id, value, rank))
         return entry
 
     def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:

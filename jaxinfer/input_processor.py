@@ -28,6 +28,38 @@ type Prompt = str | Sequence[int] | Mapping[str, Any]
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 # Ordinary text has 3 to 5 characters a token: what is longer than this may not fit.
 _PROBE_CHARS_PER_TOKEN = 16
+# No vocabulary has longer tokens, those of many spaces included.
+_MOST_CHARS_PER_TOKEN = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncation:
+    """How a prompt that is too long may be cut.
+
+    Attributes:
+        keep: Tokens that are left, a BOS in front of them included.
+        side: The end that is cut off, "left" or "right".
+    """
+
+    keep: int
+    side: str = "left"
+
+    def cut_text(self, text: str) -> str:
+        """Return as much of a text as can matter, so that a huge one need not be encoded."""
+        num_chars = _MOST_CHARS_PER_TOKEN * self.keep
+        if len(text) <= num_chars:
+            return text
+        return text[-num_chars:] if self.side == "left" else text[:num_chars]
+
+    def cut(self, token_ids: list[int], bos_token_id: int | None) -> list[int]:
+        """Return at most `keep` of the tokens; a BOS in front stays in front."""
+        if len(token_ids) <= self.keep:
+            return token_ids
+        if self.side == "right":
+            return token_ids[: self.keep]
+        if self.keep > 1 and token_ids[0] == bos_token_id:
+            return [token_ids[0], *token_ids[1 - self.keep :]]
+        return token_ids[-self.keep :]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +212,20 @@ class InputProcessor:
             pooling=pooling,
         )
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Prompt:
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        truncation: Truncation | None = None,
+        max_chars: int = 0,
+        **template: Any,
+    ) -> Prompt:
         """Return the conversation as a prompt, rendered by the model's chat template.
 
         Args:
             messages: One conversation.
+            truncation: How a prompt that is too long may be cut.
+            max_chars: See `encode`.
             template: `add_generation_prompt`, `continue_final_message`, `tools` and whatever the
                 template itself understands.
 
@@ -194,19 +235,40 @@ class InputProcessor:
         text = self.tokenizer.render_chat(messages, **template)
         _check_text(text, "messages")
         # The template writes the special tokens itself; adding them again would give two BOS.
-        ids = self.encode(text, add_special_tokens=False)
+        ids = self.encode(
+            text, add_special_tokens=False, truncation=truncation, max_chars=max_chars
+        )
         return {"prompt": text, "prompt_token_ids": ids}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+        max_chars: int = 0,
+    ) -> list[int]:
         """Return the token ids of a text that is to be a prompt.
 
         That a very long text does not fit is told from its start: encoding all of it would take
         minutes of a processor and gigabytes, only to count what is refused anyway.
 
+        Args:
+            text: The text.
+            add_special_tokens: Put the tokenizer's BOS in front.
+            truncation: How a text that is too long may be cut.
+            max_chars: A text of no more characters is encoded even if it does not fit.
+
         Raises:
             InvalidRequestError: It is no Unicode text, or far longer than the context.
         """
         _check_text(text, "prompt")
+        if truncation is not None:
+            text = truncation.cut_text(text)
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return truncation.cut(ids, self.tokenizer.bos_token_id)
+        if len(text) <= max_chars:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         num_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
         while num_chars < len(text):
             start = self.tokenizer.encode(text[:num_chars], add_special_tokens=False)

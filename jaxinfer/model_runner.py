@@ -6,7 +6,7 @@ Owns everything on the device: weights, cache, the tokens sampled last. Knows no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -51,6 +51,21 @@ class PromptScores:
 
 
 @dataclass(frozen=True)
+class AskedScores:
+    """Log-probabilities of up to `SCORED_TOKENS` tokens that a request asks about, on the device.
+
+    Attributes:
+        row: Which sampling row.
+        count: Entries that mean something.
+        scores: The log-probabilities.
+    """
+
+    row: int
+    count: int
+    scores: Logprobs
+
+
+@dataclass(frozen=True)
 class InFlight:
     """A sampled step that has not been fetched.
 
@@ -59,11 +74,13 @@ class InFlight:
         prompt_scores: Scored parts of prompts, in order.
         pooled: float32 [max_num_seqs, D], sums of hidden states, entry i for the i-th row of the
             plan that pools; None if there is none.
+        asked: Log-probabilities of `logprob_token_ids`, in order.
     """
 
     sampled: SampledTokens | None
     prompt_scores: tuple[PromptScores, ...]
     pooled: jax.Array | None = None
+    asked: tuple[AskedScores, ...] = ()
 
 
 class ModelRunner:
@@ -131,7 +148,8 @@ class ModelRunner:
         B = bucket_of(len(rows), self.config.row_buckets)
         packed = self._packer.pack(rows, B, extra_masks=masks)
         page_table = self._page_table(rows, B)
-        return InFlight(self._call_sampler(B, hidden.sampled, packed, page_table), scores, pooled)
+        sampled = self._call_sampler(B, hidden.sampled, packed, page_table)
+        return InFlight(sampled, scores, pooled, self._score_asked(plan, hidden))
 
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult:
         """Wait for a step's tokens and bring them to the host; alternatives only if asked for."""
@@ -161,6 +179,12 @@ class ModelRunner:
             s = step.sampled
             scores = Logprobs(s.logprobs, s.ranks, s.top_token_ids, s.top_logprobs)
             logprobs = _entries(scores, widths)
+        for part in step.asked:
+            entry = logprobs[part.row]
+            assert entry is not None, "SamplingParams asks for both or none"
+            values, ranks = jax.device_get((part.scores.logprobs, part.scores.ranks))
+            more = zip(values[: part.count].tolist(), ranks[: part.count].tolist(), strict=True)
+            logprobs[part.row] = replace(entry, asked=(*entry.asked, *more))
         return StepResult(
             token_ids=tuple(token_ids[: len(rows)].tolist()),
             corrupted=tuple(corrupted[: len(rows)].tolist()),
@@ -229,6 +253,25 @@ class ModelRunner:
                     scores = self._score(T, hidden.tokens, indices, targets)
                     parts.append(PromptScores(request, n, scores))
             first += row.num_scheduled_tokens
+        return tuple(parts)
+
+    def _score_asked(self, plan: StepPlan, hidden: Hidden) -> tuple[AskedScores, ...]:
+        """Score the tokens that requests ask about, with the program that scores prompts."""
+        parts = []
+        T, first, index = hidden.tokens.shape[0], 0, 0
+        for row in plan.rows:
+            first += row.num_scheduled_tokens
+            if not row.samples:
+                continue
+            ids = row.request.params.logprob_token_ids or ()
+            for start in range(0, len(ids), SCORED_TOKENS):
+                some = ids[start : start + SCORED_TOKENS]
+                targets = np.zeros(SCORED_TOKENS, np.int32)
+                targets[: len(some)] = some
+                indices = np.full(SCORED_TOKENS, first - 1, np.int32)
+                scores = self._score(T, hidden.tokens, indices, targets)
+                parts.append(AskedScores(index, len(some), scores))
+            index += 1
         return tuple(parts)
 
     def _pool_prompts(self, plan: StepPlan, hidden: Hidden) -> jax.Array | None:

@@ -174,12 +174,14 @@ class TokenLogprobs:
         rank: Its rank, 1 for the likeliest.
         top_token_ids: The likeliest tokens, likeliest first; as many as were asked for.
         top_logprobs: Their log-probabilities.
+        asked: (log-probability, rank) of each of the request's `logprob_token_ids`.
     """
 
     logprob: float
     rank: int
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    asked: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(slots=True)

@@ -41,6 +41,20 @@ ERROR_TYPES = {
 }
 
 
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
 class GenerationFailedError(JaxinferError):
     """The engine gave up one request, for example on logits that are not numbers; HTTP 500."""
 
@@ -75,9 +89,16 @@ class ErrorReply:
         }
         return {"error": error}
 
-    def response(self) -> Response:
-        """Return the whole response."""
-        return JSONResponse(self.body(), self.status, dict(self.headers))
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the JSON body in Anthropic's dialect, which does not name the field."""
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error")
+        message = _printable(self.message, MAX_MESSAGE_CHARS)
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def response(self, path: str = "") -> Response:
+        """Return the whole response, in the dialect of the path."""
+        body = self.anthropic_body() if path.startswith(ANTHROPIC_PATH) else self.body()
+        return JSONResponse(body, self.status, dict(self.headers))
 
 
 def error_reply(exc: BaseException) -> ErrorReply:
@@ -110,7 +131,7 @@ async def handle_error(request: Request, exc: Exception) -> Response:
     if isinstance(exc, JaxinferError):
         log_error(exc, getattr(request.state, "request_id", None))
     # Anything else that is unexpected is raised again behind us and logged by uvicorn.
-    return error_reply(exc).response()
+    return error_reply(exc).response(request.url.path)
 
 
 def log_error(exc: BaseException, request_id: str | None) -> None:

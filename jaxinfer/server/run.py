@@ -22,7 +22,8 @@ import uvicorn
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import JaxinferError
 from jaxinfer.server.app import create_app
-from jaxinfer.server.state import ServerOptions, ServerState
+from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.state import ServerState
 
 if TYPE_CHECKING:
     from jaxinfer.loading import LoadedModel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import time
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -16,11 +15,10 @@ from jaxinfer.server.call import ServedModel
 from jaxinfer.server.errors import UnavailableError
 from jaxinfer.server.fields import UnknownFieldLog
 from jaxinfer.server.metrics import ServerMetrics, new_registry
+from jaxinfer.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from jaxinfer.loading import LoadedModel
-
-MIB = 2**20
 
 
 class Phase(enum.Enum):
@@ -32,19 +30,6 @@ class Phase(enum.Enum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Settings of the HTTP side.
-
-    Attributes:
-        max_body_bytes: Largest request body; 413 above it.
-        drain_timeout_s: How long running requests may go on after a signal to stop.
-    """
-
-    max_body_bytes: int = 32 * MIB
-    drain_timeout_s: float = 30.0
-
-
 class ServerState:
     """The state behind all routes. `serve` may be called from another thread.
 
@@ -54,12 +39,14 @@ class ServerState:
     Attributes:
         registry: Everything that `/metrics` shows.
         unknown_fields: Warns of what clients send in vain.
+        num_in_flight: Requests with a body that are being answered; the event loop's own.
     """
 
     def __init__(self, options: ServerOptions | None = None):
         self.options = options or ServerOptions()
         self.registry: CollectorRegistry = new_registry()
         self.unknown_fields = UnknownFieldLog()
+        self.num_in_flight = 0
         self._serving: tuple[ServedModel, ServerMetrics] | None = None
         self._draining = False
 

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from jaxinfer.batch import StepPlan, StepResult
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.errors import InvalidRequestError
-from jaxinfer.request import Request, TokenLogprobs
+from jaxinfer.request import Pooling, Request, TokenLogprobs
+from jaxinfer.sampling_params import SamplingParams
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 260
@@ -55,8 +58,11 @@ class ByteTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Any = None,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
+        if chat_template is not None:
+            return chat_template
         if "fail" in kwargs:
             raise InvalidRequestError("The chat template failed: no", "messages")
         turns = [f"{m['role']}: {m['content']}" for m in messages]
@@ -100,10 +106,15 @@ class RecitingRunner:
             token_ids=tuple(tokens),
             corrupted=tuple(POISON in row.request.prompt_token_ids for row in rows),
             logprobs=tuple(
-                _logprobs(token, row.request.params.logprobs)
+                _logprobs(token, row.request.params)
                 for row, token in zip(rows, tokens, strict=True)
             ),
             prompt_logprobs=dict(filter(None, map(_prompt_logprobs, plan.rows))),
+            pooled={
+                row.request.request_id: vector_part(row.request, row.start, row.end)
+                for row in plan.rows
+                if row.request.pooling is not None
+            },
         )
 
     def fetch(self, plan: StepPlan, step: StepResult) -> StepResult:
@@ -121,13 +132,31 @@ class RecitingRunner:
         return self.reply[index] if index < len(self.reply) else EOS
 
 
-def _logprobs(token: int, num_top: int | None) -> TokenLogprobs | None:
+def vector_part(request: Request, start: int, end: int) -> np.ndarray:
+    """What the tokens [start, end) add to a prompt's vector: a hidden state is a token's digits."""
+    first = start if request.pooling is Pooling.MEAN else request.num_prompt_tokens - 1
+    states = [_state(token) for token in request.prompt_token_ids[first:end]]
+    return np.sum([np.zeros(4, np.float32), *states], axis=0, dtype=np.float32)
+
+
+def _state(token: int) -> np.ndarray:
+    return np.asarray([1 + token % 4, token // 4 % 4, token // 16 % 4, token // 64], np.float32)
+
+
+def _logprobs(token: int, params: SamplingParams) -> TokenLogprobs | None:
     """The token that stands there is the second likeliest; the last alternative is impossible."""
+    num_top = params.logprobs
     if num_top is None:
         return None
+    return _of_token(token, num_top, [(-2.0 - i, 100) for i in params.logprob_token_ids or ()])
+
+
+def _of_token(token: int, num_top: int, asked: Sequence[tuple[float, int]] = ()) -> TokenLogprobs:
     top = ((token + 1) % 256, token, (token + 2) % 256)[:num_top]
     values = (-0.25, -0.5, -float("inf"))[:num_top]
-    return TokenLogprobs(logprob=-0.5, rank=2, top_token_ids=top, top_logprobs=values)
+    return TokenLogprobs(
+        logprob=-0.5, rank=2, top_token_ids=top, top_logprobs=values, asked=tuple(asked)
+    )
 
 
 def _prompt_logprobs(row: Any) -> tuple[str, tuple[TokenLogprobs, ...]] | None:
@@ -136,7 +165,7 @@ def _prompt_logprobs(row: Any) -> tuple[str, tuple[TokenLogprobs, ...]] | None:
     positions = range(row.start + 1, min(row.end + 1, request.num_prompt_tokens))
     if num_top is None or not positions:
         return None
-    entries = tuple(_logprobs(request.prompt_token_ids[i], num_top) for i in positions)
+    entries = tuple(_of_token(request.prompt_token_ids[i], num_top) for i in positions)
     return request.request_id, entries
 
 

@@ -15,8 +15,9 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.server.app import create_app
+from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.run import Server, _listen, _url
-from jaxinfer.server.state import ServerOptions, ServerState
+from jaxinfer.server.state import ServerState
 from tests.server.fakes import NAME, RecitingRunner, make_loaded
 
 TIMEOUT_S = 20.0

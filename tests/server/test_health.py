@@ -28,7 +28,7 @@ SCRIPT = """
 import time
 from jaxinfer.config import EngineConfig
 from jaxinfer.server.run import serve
-from jaxinfer.server.state import ServerOptions
+from jaxinfer.server.options import ServerOptions
 from tests.server.fakes import RecitingRunner, make_loaded
 
 def load(config):
