@@ -172,7 +172,7 @@ class Call[B: RequestBody]:
             )
         return self._encoded(ids, text, truncation)
 
-    def template_of(self, source: str | None) -> dict[str, str]:
+    def template_of(self, source: str | None) -> dict[str, Any]:
         """Return the request's own chat template as an argument of the rendering, if it has one.
 
         Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from html import escape
 
 from jaxinfer.server.endpoints import Endpoint
@@ -55,7 +55,7 @@ def _section(endpoint: Endpoint) -> str:
     return "\n".join(parts)
 
 
-def _table(label: str, fates: dict[str, Fate]) -> str:
+def _table(label: str, fates: Mapping[str, Fate]) -> str:
     rows = "\n".join(
         f"<tr><th><code>{escape(name)}</code></th><td>{_html(explain(fate))}</td></tr>"
         for name, fate in fates.items()

@@ -6,6 +6,7 @@ Routes, the OpenAPI document, the page `/docs` and `docs/reference/http.md` read
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -61,8 +62,9 @@ class Endpoint:
     methods: tuple[str, ...] = ("POST",)
 
 
-def _get(path: str, summary: str, handler: str, **more) -> Endpoint:
-    return Endpoint(path=path, summary=summary, handler=handler, **{"methods": ("GET",), **more})
+def _get(path: str, summary: str, handler: str, **more: Any) -> Endpoint:
+    settings: dict[str, Any] = {"methods": ("GET",), **more}
+    return Endpoint(path=path, summary=summary, handler=handler, **settings)
 
 
 ENDPOINTS: tuple[Endpoint, ...] = (

@@ -98,6 +98,7 @@ def _name(model: type[BaseModel]) -> str:
 def _describe(schema: dict[str, Any], fates: Mapping[str, Fate]) -> None:
     """Add to a body's schema what pydantic does not know: meanings, and the fields refused."""
     properties: dict[str, Any] = schema["properties"]
+    field: dict[str, Any]
     for name, fate in fates.items():
         match fate:
             case Implemented():

@@ -96,6 +96,22 @@ class RunningServer:
         assert response.json()["choices"][0]["text"] == "Grü"
 
 
+def events_of(text: str) -> list[tuple[str, str]]:
+    """Return the (name, data) of each event of a stream; comments are left out."""
+    blocks = text.split("\n\n")
+    assert blocks.pop() == ""
+    events = []
+    for block in blocks:
+        if block.startswith(":"):
+            continue
+        *names, data = block.split("\n")
+        assert len(names) < 2 and all(name.startswith("event: ") for name in names), block
+        assert data.startswith("data: "), block
+        name = names[0].removeprefix("event: ") if names else ""
+        events.append((name, data.removeprefix("data: ")))
+    return events
+
+
 @contextmanager
 def running_server(options: ServerOptions | None = None) -> Iterator[RunningServer]:
     """Run a server that has no model yet; stop it, and its engine, at the end."""
