@@ -17,6 +17,7 @@ from jaxinfer.request import Pooling
 from jaxinfer.server.body_fields import AdmissionFields
 from jaxinfer.server.call import Call
 from jaxinfer.server.completions import JSON
+from jaxinfer.server.errors import GenerationFailedError
 from jaxinfer.server.prompt_batch import EncodedPrompt
 from jaxinfer.server.prompt_field import prompts_field
 from jaxinfer.server.streaming import until_disconnect
@@ -121,6 +122,9 @@ class VectorCall[B: VectorFields](Call[B]):
                 priority=self.body.priority or 0,
                 cache_salt=self.body.cache_salt or "",
             )
+            if output.embedding is None:
+                error = output.outputs[0].error
+                raise GenerationFailedError(error or "The engine gave up this request")
             return output.embedding
 
         tasks = [asyncio.create_task(one(i)) for i in range(len(prompts))]

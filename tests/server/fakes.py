@@ -135,12 +135,14 @@ class RecitingRunner:
 def vector_part(request: Request, start: int, end: int) -> np.ndarray:
     """What the tokens [start, end) add to a prompt's vector: a hidden state is a token's digits."""
     first = start if request.pooling is Pooling.MEAN else request.num_prompt_tokens - 1
-    states = [_state(token) for token in request.prompt_token_ids[first:end]]
-    return np.sum([np.zeros(4, np.float32), *states], axis=0, dtype=np.float32)
+    states = hidden_states(list(request.prompt_token_ids[first:end]))
+    return states.sum(axis=0, dtype=np.float32)
 
 
-def _state(token: int) -> np.ndarray:
-    return np.asarray([1 + token % 4, token // 4 % 4, token // 16 % 4, token // 64], np.float32)
+def hidden_states(token_ids: Sequence[int]) -> np.ndarray:
+    """Return float32 [T, 4]: what this model makes of tokens."""
+    t = np.asarray(token_ids, np.int32)
+    return np.stack([1 + t % 4, t // 4 % 4, t // 16 % 4, t // 64], axis=-1).astype(np.float32)
 
 
 def _logprobs(token: int, params: SamplingParams) -> TokenLogprobs | None:
