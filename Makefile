@@ -16,7 +16,7 @@ KEY   := $(shell { cat pyproject.toml; echo '$(DEFAULT_MODEL) $(CURDIR)'; } | ck
 STAMP := $(VENV)/.installed-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format types docs ci clean
+.PHONY: help setup serve test fuzz lint format types docs ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ serve: $(STAMP) ## Serve a model on 127.0.0.1 (PORT=, MODEL=, ARGS=)
 
 test: $(STAMP) ## Run the tests (ARGS= for pytest)
 	$(PYTHON) -m pytest $(ARGS)
+
+fuzz: $(STAMP) ## Fuzz the HTTP server over its own OpenAPI document for ten minutes
+	$(PYTHON) -m tests.server.fuzz 600
 
 lint: $(STAMP) ## Check style, formatting and the layers of imports
 	$(PYTHON) -m ruff check

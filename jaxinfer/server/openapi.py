@@ -15,6 +15,12 @@ from jaxinfer.server.field_table import FATES
 from jaxinfer.server.fields import Alias, Fate, Ignored, Implemented, Refused
 
 _REF = "#/components/schemas/{model}"
+# Of each event; the dialects' own documents say what stands in `data`.
+_EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -140,7 +146,7 @@ def _responses(endpoint: Endpoint, path: str) -> dict[str, Any]:
     if refs:
         content = {endpoint.media_type: {"schema": {"anyOf": refs}}}
     if endpoint.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": _EVENT}
     error = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
     failure = {"application/json": {"schema": {"$ref": _REF.format(model=error)}}}
     codes = [503] if endpoint.call is None else [400, 404, 413, 500, 503]
