@@ -21,8 +21,8 @@ from pydantic import (
 )
 
 from jaxinfer.errors import InvalidRequestError
-from jaxinfer.input_processor import Truncation
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.truncation import Truncation
 
 MAX_REQUEST_ID_CHARS = 128
 MAX_LOGPROB_TOKEN_IDS = 128

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from jaxinfer.errors import InvalidRequestError
-from jaxinfer.input_processor import Truncation
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.body_fields import (
     SamplingFields,
@@ -17,6 +16,7 @@ from jaxinfer.server.body_fields import (
     sampling_params,
 )
 from jaxinfer.server.messages import MESSAGES_SCHEMA, to_template_messages
+from jaxinfer.truncation import Truncation
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA_CHARS = 100_000

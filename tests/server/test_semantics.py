@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxinfer.input_processor import Truncation
 from jaxinfer.server.options import ServerOptions
+from jaxinfer.truncation import Truncation
 from tests.server.fakes import BOS, REPLY
 from tests.server.serving import RunningServer, events_of, running_server, wait_until
 
