@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from jaxinfer.cli_options import engine_options
+from jaxinfer.cli_options import engine_options, record_options
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import ConfigError, InvalidRequestError, JaxinferError
+from jaxinfer.config_file import ConfigFile
+from jaxinfer.errors import InvalidRequestError, JaxinferError
+from jaxinfer.server.options import ServerOptions
 from jaxinfer.terminal import (
     Answer,
     OutputError,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 FAILED_EXIT_CODE = 1
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class _Commands(TyperGroup):
@@ -106,25 +107,16 @@ def main() -> None:
         "jaxinfer serve",
         "jaxinfer serve --model path/to/model.gguf --port 9000",
         "jaxinfer serve --model path/to/folder --max-num-seqs 8 --max-model-len 2048",
+        "jaxinfer serve --config server.yaml --api-key-file keys.txt",
     )
 )
+@record_options("options", ServerOptions)
 @engine_options()
-def serve(
-    *,
-    config: EngineConfig,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
-    ] = 8000,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    access_log: Annotated[bool, typer.Option(help="Log one line per response.")] = True,
-) -> None:
+def serve(*, config: EngineConfig, options: ServerOptions, config_file: ConfigFile = None) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it."""
     from jaxinfer.server.run import serve as run_server
 
-    if log_level not in LOG_LEVELS:
-        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {log_level!r}")
-    run_server(config, host=host, port=port, log_level=log_level, access_log=access_log)
+    run_server(config, options)
 
 
 @app.command(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jaxinfer.batch import StepPlan, StepResult
-from jaxinfer.compilation import CompileGuard
+from jaxinfer.compilation import CompileGuard, bucket_of, buckets
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.metrics import EngineStats
@@ -80,6 +80,8 @@ class Engine:
             max_waiting=config.max_waiting,
         )
         self._guard = CompileGuard()
+        self._token_buckets = buckets(config.max_num_batched_tokens)
+        self._row_buckets = buckets(config.max_num_seqs)
         self._in_flight: tuple[StepPlan, object] | None = None
         self._stats = EngineStats(num_pages=self.scheduler.pages.num_pages)
 
@@ -147,8 +149,11 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Run one step and return what became known in it, possibly nothing."""
+        start, waited_s = time.perf_counter(), self._stats.step_device_s
         with self._guard.watching():
             outputs = self._overlapped_step() if self.config.overlap else self._plain_step()
+        waited_s = self._stats.step_device_s - waited_s
+        self._stats.step_host_s += time.perf_counter() - start - waited_s
         for output in outputs:
             self._stats.generation_tokens += len(output.new_token_ids)
             if output.finish_reason is not None:
@@ -163,7 +168,7 @@ class Engine:
         hidden = self.runner.forward(plan)
         sampled = self.runner.sample(plan, hidden)
         self._stats.num_steps += 1
-        return self.scheduler.update(plan, self.runner.fetch(plan, sampled))
+        return self.scheduler.update(plan, self._fetch(plan, sampled))
 
     def _overlapped_step(self) -> list[TokenOutput]:
         """The same, except that the tokens learnt are those of the step before.
@@ -184,7 +189,21 @@ class Engine:
             return []
         plan, sampled = self._in_flight
         self._in_flight = None
-        return self.scheduler.update(plan, self.runner.fetch(plan, sampled))
+        return self.scheduler.update(plan, self._fetch(plan, sampled))
+
+    def _fetch(self, plan: StepPlan, sampled: object) -> StepResult:
+        """Wait for the device, and keep the books of the step."""
+        start = time.perf_counter()
+        result = self.runner.fetch(plan, sampled)
+        self._stats.step_device_s += time.perf_counter() - start
+        num_rows = len(plan.sampling_rows)
+        self._stats.count_step(
+            plan.num_tokens,
+            bucket_of(plan.num_tokens, self._token_buckets),
+            num_rows,
+            bucket_of(num_rows, self._row_buckets) if num_rows else 0,
+        )
+        return result
 
     @property
     def stats(self) -> EngineStats:

@@ -1,33 +1,32 @@
-"""The Starlette application: routes, and request ids and HTTP metrics around them."""
+"""The Starlette application: routes, and from a request to the call that answers it."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from jaxinfer.errors import InvalidRequestError, JaxinferError
 from jaxinfer.server.body import parse_json_object, read_json
 from jaxinfer.server.body_fields import RequestBody
 from jaxinfer.server.call import Call, choose_request_id
 from jaxinfer.server.docs_page import page
-from jaxinfer.server.endpoints import ENDPOINTS, MODEL_PATH, Endpoint
+from jaxinfer.server.endpoints import ENDPOINTS, Endpoint
+from jaxinfer.server.envelope import in_envelope
 from jaxinfer.server.errors import handle_error, invalid_request
 from jaxinfer.server.field_table import FATES
 from jaxinfer.server.fields import translate
 from jaxinfer.server.info import Info
-from jaxinfer.server.metrics import HttpMetrics
+from jaxinfer.server.limits import hold_deadline
 from jaxinfer.server.openapi import document
 from jaxinfer.server.state import ServerState, package_version
 
@@ -51,7 +50,7 @@ def create_app(state: ServerState) -> ASGIApp:
     )
     # A redirect from a stray slash would turn a POST into a GET.
     app.router.redirect_slashes = False
-    return _Envelope(app, state, HttpMetrics(state.registry, _methods_and_paths(routes)))
+    return in_envelope(app, state, _methods_and_paths(routes))
 
 
 def _handler(
@@ -63,7 +62,8 @@ def _handler(
     # Starlette tells a function from an ASGI application by its kind, and misses partials.
     async def handle(request: Request) -> Response:
         assert endpoint.call is not None
-        return await _answer(state, endpoint.call, request)
+        async with hold_deadline(request.scope["state"]):
+            return await _answer(state, endpoint.call, request)
 
     return handle
 
@@ -79,6 +79,7 @@ async def _answer(state: ServerState, call: type[Call], request: Request) -> Res
         fields, body, spelled = parse()
     state.unknown_fields.note(fields, FATES[call.schema.endpoint])
     model.check_name(body.model)
+    state.streams.take(body, request.state)
     request_id = choose_request_id(request.headers.get("x-request-id"), body.request_id)
     request.state.request_id = request_id
     asked: Call[Any] = call(
@@ -89,6 +90,7 @@ async def _answer(state: ServerState, call: type[Call], request: Request) -> Res
         receive=request.receive,
         request_id=request_id,
     )
+    request.state.call = asked
     try:
         return await asked.respond()
     except InvalidRequestError as error:
@@ -121,40 +123,3 @@ def _in_the_clients_words(
 
 def _methods_and_paths(routes: list[Route]) -> list[tuple[str, str]]:
     return [(method, route.path) for route in routes for method in sorted(route.methods or ())]
-
-
-class _Envelope:
-    """Gives each response its `X-Request-Id` and each request its line in the HTTP metrics."""
-
-    def __init__(self, app: ASGIApp, state: ServerState, metrics: HttpMetrics):
-        self._app = app
-        self._state = state
-        self._metrics = metrics
-        self._counted = {e.path for e in ENDPOINTS if e.call is not None}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start = time.monotonic()
-        state = scope.setdefault("state", {})
-        state["request_id"] = choose_request_id(Headers(scope=scope).get("x-request-id"), None)
-        status = 500
-
-        async def send_with_id(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
-            await send(message)
-
-        path = scope["path"]
-        counts = path in self._counted
-        self._state.num_in_flight += counts
-        try:
-            await self._app(scope, receive, send_with_id)
-        finally:
-            self._state.num_in_flight -= counts
-            path = MODEL_PATH if path.startswith(MODEL_PATH.partition("{")[0]) else path
-            duration_s = time.monotonic() - start
-            self._metrics.observe(scope["method"], path, status, duration_s)

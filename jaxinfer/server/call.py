@@ -60,6 +60,7 @@ class Call[B: RequestBody]:
         receive: Tells when the client leaves.
         request_id: The client's or a made-up one.
         created: Unix seconds, in the answer and each chunk.
+        ran: The prompts that run for it, once they do.
     """
 
     body: B
@@ -69,6 +70,7 @@ class Call[B: RequestBody]:
     receive: Receive
     request_id: str
     created: int = field(default_factory=lambda: int(time.time()))
+    ran: PromptBatch | None = field(default=None, init=False)
 
     schema: ClassVar[type[RequestBody]]
     id_prefix: ClassVar[str] = ""
@@ -116,7 +118,7 @@ class Call[B: RequestBody]:
         if getattr(body, "cache_prompt", None) is False:
             # Nobody has this salt, before or after.
             cache_salt = f"{cache_salt}-{uuid.uuid4().hex}"
-        return PromptBatch(
+        self.ran = PromptBatch(
             self.engine,
             prompts,
             params,
@@ -125,6 +127,7 @@ class Call[B: RequestBody]:
             cache_salt=cache_salt,
             progress=bool(getattr(body, "return_progress", None)),
         )
+        return self.ran
 
     async def encode_prompt(
         self, prompt: str | list[int], *, add_special_tokens: bool, truncation: Truncation | None

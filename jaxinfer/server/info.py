@@ -89,8 +89,12 @@ class Info:
         if phase is Phase.DEAD:
             reply = error_reply(EngineDeadError())
         else:
-            what = "Loading model" if phase is Phase.LOADING else "Shutting down"
-            reply = error_reply(UnavailableError(what))
+            what = {
+                Phase.LOADING: "Loading model",
+                Phase.DRAINING: "Shutting down",
+                Phase.STALLED: f"No progress for {self._state.stalled_s:.0f} s",
+            }
+            reply = error_reply(UnavailableError(what[phase]))
         body = {"status": phase.value, **reply.body()}
         return JSONResponse(body, reply.status, dict(reply.headers))
 

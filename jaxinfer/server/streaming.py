@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxinfer.server.errors import error_reply, log_error
+from jaxinfer.server.limits import hold_deadline
 
 DONE = b"data: [DONE]\n\n"
 # A comment: every reader of events skips it, and every proxy sees that the connection lives.
@@ -152,18 +153,17 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream; on a disconnect stop and close the events."""
-        request_id = scope.get("state", {}).get("request_id")
         try:
-            await until_disconnect(receive, self._send(send, request_id))
+            await until_disconnect(receive, self._send(send, scope.setdefault("state", {})))
         except ClientDisconnect:
             # Nobody is left to tell; the request's own line in the log says that it was aborted.
-            scope.setdefault("state", {})["disconnected"] = True
+            scope["state"]["disconnected"] = True
         finally:
             self._first.cancel()
             await asyncio.gather(self._first, return_exceptions=True)
             await self._events.aclose()
 
-    async def _send(self, send: Send, request_id: str | None) -> None:
+    async def _send(self, send: Send, state: dict[str, Any]) -> None:
         await send(
             {"type": "http.response.start", "status": 200, "headers": self.raw_headers},
         )
@@ -171,12 +171,12 @@ class EventStream(Response):
             await self._write(send, PING)
         pinging = [asyncio.create_task(self._ping(send, s)) for s in self._intervals]
         try:
-            await self._write(send, await self._first)
-            async with aclosing(self._events) as events:
+            async with hold_deadline(state), aclosing(self._events) as events:
+                await self._write(send, await self._first)
                 async for item in events:
                     await self._write(send, item)
         except Exception as error:
-            log_error(error, request_id)
+            log_error(error, state.get("request_id"))
             await self._write(send, self._framing.error(error))
         finally:
             for task in pinging:
