@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from jaxinfer.errors import InvalidRequestError
 from jaxinfer.server.anthropic_body import CountTokensRequest, MessagesRequest
 from jaxinfer.server.call import Call
+from jaxinfer.server.client_words import client_words
 from jaxinfer.server.completions import JSON
 from jaxinfer.server.errors import error_reply
 from jaxinfer.server.prompt_batch import Delta, EncodedPrompt, PromptBatch
@@ -94,7 +94,7 @@ class MessagesCall(Call[MessagesRequest]):
     async def respond(self) -> Response:
         """Return the answer, whole or as a stream. Errors: `Call.respond`."""
         body = self.body
-        try:
+        with client_words(prompt="messages", stop="stop_sequences"):
             prompt: EncodedPrompt = await self.encode_chat(body.conversation, **body.template)
             batch = self.batch([prompt], body.sampling_params(self.model.generation_config))
             if body.stream:
@@ -105,10 +105,6 @@ class MessagesCall(Call[MessagesRequest]):
                     framing=FRAMING,
                 )
             [choice] = await until_disconnect(self.receive, batch.choices())
-        except InvalidRequestError as error:
-            if error.param == "prompt":
-                raise InvalidRequestError(str(error), "messages") from error
-            raise
         answer = self._message(batch, [TextBlock(text=choice.text)] if choice.text else [], choice)
         return Response(answer.model_dump_json(), media_type=JSON)
 

@@ -133,10 +133,4 @@ class MessagesRequest(CountTokensRequest):
         Raises:
             InvalidRequestError: A value is out of range.
         """
-        try:
-            return sampling_params(self, generation_config, stop=self.stop_sequences)
-        except InvalidRequestError as error:
-            if error.param != "stop":
-                raise
-            message = str(error).replace("stop", "stop_sequences", 1)
-            raise InvalidRequestError(message, "stop_sequences") from None
+        return sampling_params(self, generation_config, stop=self.stop_sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -14,12 +15,12 @@ from starlette.types import Receive
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.errors import InvalidRequestError, UnknownModelError
-from jaxinfer.input_processor import Truncation
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.body_fields import REQUEST_ID, RequestBody
 from jaxinfer.server.metrics import ServerMetrics
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.prompt_batch import EncodedPrompt, PromptBatch
+from jaxinfer.truncation import Truncation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,24 @@ class Call[B: RequestBody]:
             prompt, add_special_tokens=add_special_tokens, truncation=_one_more(truncation)
         )
         return self._encoded(ids, prompt, truncation)
+
+    async def encode_prompts(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        add_special_tokens: bool,
+        truncation: Truncation | None,
+    ) -> list[EncodedPrompt]:
+        """Return a batch of texts or token ids as the engine runs them."""
+        encoded = []
+        for prompt in prompts:
+            one = await self.encode_prompt(
+                prompt, add_special_tokens=add_special_tokens, truncation=truncation
+            )
+            encoded.append(one)
+            # Short texts are encoded on the event loop: a thousand of them must not stop it.
+            await asyncio.sleep(0)
+        return encoded
 
     async def encode_chat(
         self,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import ClassVar
 
 from starlette.responses import Response
 
-from jaxinfer.errors import InvalidRequestError
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.call import Call
+from jaxinfer.server.client_words import client_words
 from jaxinfer.server.completions import JSON
 from jaxinfer.server.logprobs import choice_formatter, prompt_logprobs
+from jaxinfer.server.off_loop import off_loop_if_many
 from jaxinfer.server.prompt_batch import Delta, EncodedPrompt, PromptBatch
 from jaxinfer.server.protocol import ChatCompletionRequest
 from jaxinfer.server.responses import (
@@ -35,16 +36,8 @@ class ChatCall(Call[ChatCompletionRequest]):
 
     async def respond(self) -> Response:
         """Return the answer, whole or as a stream. Errors: `Call.respond`."""
-        try:
+        with client_words(prompt="messages", max_tokens=self.body.limit_name):
             return await self._respond()
-        except InvalidRequestError as error:
-            # The client knows the fields by the names that it used.
-            if error.param == "prompt":
-                raise InvalidRequestError(str(error), "messages") from error
-            if error.param == "max_tokens" and self.body.max_completion_tokens is not None:
-                name = "max_completion_tokens"
-                raise InvalidRequestError(str(error).replace("max_tokens", name), name) from error
-            raise
 
     async def _respond(self) -> Response:
         prompt = await self._prompt()
@@ -55,6 +48,10 @@ class ChatCall(Call[ChatCompletionRequest]):
                 self.receive, self._events(batch), ping_interval_s=self.ping_interval_s()
             )
         choices = await until_disconnect(self.receive, batch.choices())
+        return await off_loop_if_many(batch.num_logprobs(choices), self._answer, batch, choices)
+
+    def _answer(self, batch: PromptBatch, choices: Sequence[Delta]) -> Response:
+        [prompt] = batch.prompts
         answer = ChatCompletion(
             **self.envelope,
             object="chat.completion",

@@ -11,7 +11,9 @@ from starlette.responses import Response
 
 from jaxinfer.outputs import Logprob
 from jaxinfer.server.call import Call
+from jaxinfer.server.client_words import client_words
 from jaxinfer.server.logprobs import TextOffsets, choice_formatter, prompt_logprobs
+from jaxinfer.server.off_loop import off_loop_if_many
 from jaxinfer.server.prompt_batch import Delta, EncodedPrompt, PromptBatch
 from jaxinfer.server.protocol import CompletionRequest
 from jaxinfer.server.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -31,12 +33,16 @@ class CompletionCall(Call[CompletionRequest]):
 
     async def respond(self) -> Response:
         """Return the answer, whole or as a stream. Errors: `Call.respond`."""
+        with client_words(max_tokens=self.body.limit_name):
+            return await self._respond()
+
+    async def _respond(self) -> Response:
         truncation = self.body.cut_rule(self.engine.max_model_len, self.body.num_reserved_tokens)
-        add = self.body.add_special_tokens is not False
-        prompts = [
-            await self.encode_prompt(prompt, add_special_tokens=add, truncation=truncation)
-            for prompt in self.body.prompt
-        ]
+        prompts = await self.encode_prompts(
+            self.body.prompt,
+            add_special_tokens=self.body.add_special_tokens is not False,
+            truncation=truncation,
+        )
         longest = max(len(prompt.token_ids) for prompt in prompts)
         params = self.body.sampling_params(
             self.model.generation_config,
@@ -49,6 +55,9 @@ class CompletionCall(Call[CompletionRequest]):
                 self.receive, self._events(batch), ping_interval_s=self.ping_interval_s()
             )
         choices = await until_disconnect(self.receive, batch.choices())
+        return await off_loop_if_many(batch.num_logprobs(choices), self._answer, batch, choices)
+
+    def _answer(self, batch: PromptBatch, choices: Sequence[Delta]) -> Response:
         answer = Completion(
             **self.envelope,
             choices=[self._choice(batch, choice) for choice in choices],

@@ -16,8 +16,10 @@ from jaxinfer.errors import InvalidRequestError
 from jaxinfer.request import Pooling
 from jaxinfer.server.body_fields import AdmissionFields
 from jaxinfer.server.call import Call
+from jaxinfer.server.client_words import client_words
 from jaxinfer.server.completions import JSON
 from jaxinfer.server.errors import GenerationFailedError
+from jaxinfer.server.off_loop import off_loop_if_many
 from jaxinfer.server.prompt_batch import EncodedPrompt
 from jaxinfer.server.prompt_field import prompts_field
 from jaxinfer.server.streaming import until_disconnect
@@ -87,29 +89,35 @@ class VectorCall[B: VectorFields](Call[B]):
 
     id_prefix: ClassVar[str] = "embd"
 
-    async def vectors(self, texts: Sequence[str | list[int]], param: str) -> Vectors:
+    async def vectors(self, **texts: Sequence[str | list[int]]) -> Vectors:
         """Return the pooled hidden states of all texts, run side by side.
 
+        Args:
+            texts: By the name of the field in which they came, one after the other.
+
         Raises:
-            InvalidRequestError: `param` is the name under which the texts came.
+            InvalidRequestError: `param` is the name of the field.
         """
-        body = self.body
-        truncation = body.cut_rule(self.engine.max_model_len, 1)
+        body, longest = self.body, self.engine.max_model_len - 1
         pooling = Pooling(body.pooling or self.options.pooling)
-        try:
-            prompts = [
-                await self.encode_prompt(
-                    text,
+        prompts: list[EncodedPrompt] = []
+        for name, some in texts.items():
+            with client_words(prompt=name):
+                encoded = await self.encode_prompts(
+                    some,
                     add_special_tokens=body.add_special_tokens is not False,
-                    truncation=truncation,
+                    truncation=body.cut_rule(self.engine.max_model_len, 1),
                 )
-                for text in texts
-            ]
+            for prompt in encoded:
+                if len(prompt.token_ids) > longest:
+                    raise InvalidRequestError(
+                        f"{name} may have {longest} tokens a text, got {len(prompt.token_ids)}; "
+                        "send it in parts, or with truncate_prompt_tokens: -1",
+                        name,
+                    )
+            prompts += encoded
+        with client_words(prompt=next(iter(texts))):
             rows = await until_disconnect(self.receive, self._run(prompts, pooling))
-        except InvalidRequestError as error:
-            if error.param == "prompt":
-                raise InvalidRequestError(str(error).replace("prompt", param, 1), param) from error
-            raise
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         return Vectors(vectors=np.stack(rows), num_tokens=num_tokens)
 
@@ -144,7 +152,7 @@ class EmbeddingCall(VectorCall[EmbeddingRequest]):
 
     async def respond(self) -> Response:
         """Return the vectors. Errors: `Call.respond`."""
-        found = await self.vectors(self.body.input, "input")
+        found = await self.vectors(input=self.body.input)
         size = found.vectors.shape[1]
         if self.body.dimensions not in (None, size):
             raise InvalidRequestError(
@@ -152,6 +160,9 @@ class EmbeddingCall(VectorCall[EmbeddingRequest]):
                 "a prefix of its vectors means nothing",
                 "dimensions",
             )
+        return await off_loop_if_many(found.vectors.size, self._answer, found)
+
+    def _answer(self, found: Vectors) -> Response:
         vectors = found.vectors
         if self.body.use_activation is not False:
             vectors = unit_length(vectors)

@@ -89,7 +89,8 @@ def translate(
         if value is None or not isinstance(fate, Refused | Alias):
             continue
         if any(_same(value, neutral) for neutral in fate.neutral):
-            result.pop(name) if isinstance(fate, Alias) else None
+            if isinstance(fate, Alias):
+                del result[name]
             continue
         if isinstance(fate, Refused):
             # OpenAI's best_of, as vLLM's: only the case in which nothing is thrown away.

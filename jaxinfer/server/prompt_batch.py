@@ -138,6 +138,12 @@ class PromptBatch:
         """Return where the time went so far, in llama.cpp's words."""
         return request_timings(self._latest.values(), self._num_generation_tokens)
 
+    def num_logprobs(self, choices: Sequence[Delta]) -> int:
+        """Return how many log-probabilities an answer with these choices may show."""
+        positions = sum(len(entries or ()) for entries in self.prompt_logprobs)
+        positions += sum(len(choice.logprobs) for choice in choices)
+        return positions * (1 + max(0, self.params.num_logprobs))
+
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Yield what is new, of whichever choice, until all have ended.
 

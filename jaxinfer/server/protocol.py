@@ -94,6 +94,13 @@ class RequestFields(SamplingFields):
         """What the client says of the number of tokens; -1 for what the context holds."""
         return self.n_predict if self.max_tokens is None else self.max_tokens
 
+    @property
+    def limit_name(self) -> str:
+        """The field in which the client says `limit`."""
+        if self.max_tokens is None and self.n_predict is not None:
+            return "n_predict"
+        return "max_tokens"
+
     def _check_logprob_token_ids(self, num_logprobs: int | None) -> None:
         if self.logprob_token_ids and num_logprobs is None:
             raise InvalidRequestError("logprob_token_ids needs logprobs", "logprob_token_ids")
@@ -186,6 +193,13 @@ class ChatCompletionRequest(RequestFields):
     @property
     def generation_prompt(self) -> bool:
         return self.add_generation_prompt is not False
+
+    @property
+    def limit_name(self) -> str:
+        """The field in which the client says how much it wants."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return super().limit_name
 
     @property
     def num_logprobs(self) -> int | None:

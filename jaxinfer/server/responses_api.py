@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 from starlette.responses import Response
 
-from jaxinfer.errors import InvalidRequestError
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.call import Call
+from jaxinfer.server.client_words import client_words
 from jaxinfer.server.completions import JSON
 from jaxinfer.server.errors import error_reply
 from jaxinfer.server.logprobs import LogprobFormatter
@@ -57,15 +57,8 @@ class ResponseCall(Call[ResponseRequest]):
 
     async def respond(self) -> Response:
         """Return the answer, whole or as a stream. Errors: `Call.respond`."""
-        try:
+        with client_words(prompt="input", messages="input", max_tokens="max_output_tokens"):
             return await self._respond()
-        except InvalidRequestError as error:
-            # The client knows the fields by the names that it used.
-            ours = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
-            name = ours.get(error.param or "")
-            if name is None:
-                raise
-            raise InvalidRequestError(str(error).replace("max_tokens", name), name) from error
 
     async def _respond(self) -> Response:
         body = self.body

@@ -79,7 +79,7 @@ class ScoreCall(VectorCall[ScoreRequest]):
                 f"{len(right)}",
                 "text_1",
             )
-        found = await self.vectors([*left, *right], "text_1")
+        found = await self.vectors(text_1=left, text_2=right)
         unit = unit_length(found.vectors)
         scores = np.sum(unit[: len(left)] * unit[len(left) :], axis=-1, dtype=np.float64)
         answer = ScoreList(

@@ -15,6 +15,7 @@ from jaxinfer.errors import InvalidRequestError
 from jaxinfer.server.body_fields import RequestBody, check_template_kwargs
 from jaxinfer.server.call import Call
 from jaxinfer.server.completions import JSON
+from jaxinfer.server.off_loop import off_loop_if_many
 from jaxinfer.server.protocol import Messages, check_continuation
 
 # A text may be counted that is far too long to be answered, but not one of any length.
@@ -101,13 +102,10 @@ class TokenizeCall(Call[TokenizeRequest]):
 
     async def respond(self) -> Response:
         """Return the tokens. Errors: `Call.respond`."""
-        body, tokenizer = self.body, self.engine.tokenizer
+        body = self.body
         if body.content is not None:
             ids = await self._encode(body.content, bool(body.add_special), "content")
-            tokens: Any = ids
-            if body.with_pieces:
-                tokens = [Piece(id=i, piece=_piece(tokenizer.token_bytes(i))) for i in ids]
-            return Response(Pieces(tokens=tokens).model_dump_json(), media_type=JSON)
+            return await off_loop_if_many(len(ids), self._pieces, ids)
         if body.messages is not None:
             prompt = await self.encode_chat(
                 body.messages,
@@ -123,11 +121,24 @@ class TokenizeCall(Call[TokenizeRequest]):
             ids = await self._encode(
                 body.prompt or "", body.add_special_tokens is not False, "prompt"
             )
+        return await off_loop_if_many(len(ids), self._tokens, ids)
+
+    def _pieces(self, ids: list[int]) -> Response:
+        """Return llama.cpp's answer."""
+        token_bytes = self.engine.tokenizer.token_bytes
+        tokens: Any = ids
+        if self.body.with_pieces:
+            tokens = [Piece(id=i, piece=_piece(token_bytes(i))) for i in ids]
+        return Response(Pieces(tokens=tokens).model_dump_json(), media_type=JSON)
+
+    def _tokens(self, ids: list[int]) -> Response:
+        """Return vLLM's answer."""
+        text = self.engine.tokenizer.token_text
         answer = Tokens(
             count=len(ids),
             max_model_len=self.engine.max_model_len,
             tokens=ids,
-            token_strs=[tokenizer.token_text(i) for i in ids] if body.return_token_strs else None,
+            token_strs=[text(i) for i in ids] if self.body.return_token_strs else None,
         )
         return Response(answer.model_dump_json(), media_type=JSON)
 
@@ -154,6 +165,9 @@ class DetokenizeCall(Call[DetokenizeRequest]):
                 raise InvalidRequestError(
                     f"tokens: {token_id} is outside the vocabulary of {vocab_size}", "tokens"
                 )
+        return await off_loop_if_many(len(self.body.tokens), self._text)
+
+    def _text(self) -> Response:
         text = self.engine.tokenizer.decode(self.body.tokens, skip_special_tokens=False)
         return Response(Text(prompt=text, content=text).model_dump_json(), media_type=JSON)
 

@@ -142,6 +142,8 @@ BAD_COMPLETIONS = [
     ({"max_completion_tokens": 2}, "max_completion_tokens"),
     ({"n_predict": 7, "max_tokens": 8}, "n_predict"),
     ({"n_predict": -2}, "n_predict"),
+    ({"n_predict": 0}, "n_predict"),
+    ({"n_predict": 10_000}, "n_predict"),
     ({"grammar": 'root ::= "a"'}, "grammar"),
     ({"store": True}, "store"),
 ]

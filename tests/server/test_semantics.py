@@ -102,7 +102,7 @@ def test_n_predict_is_max_tokens_and_minus_one_is_all_there_is(server):
 
 
 def test_llama_cpps_names_mean_ours(server):
-    answer = ask(server, n_cmpl=2, temperature=1, n_probs=1, max_tokens=2)
+    answer = ask(server, n_cmpl=2, temperature=1, seed=8, n_probs=1, max_tokens=2)
     assert len(answer["choices"]) == 2
     assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == 2
     seen = set(server.runner.requests)

@@ -254,3 +254,34 @@ def test_every_dialect_that_streams_is_here(kind):
 
     assert kind in {e.call for e in ENDPOINTS if e.streams}
     assert sum(e.streams for e in ENDPOINTS) == 4
+
+
+def test_a_batch_of_short_texts_lets_others_run_in_between():
+    """Each is encoded on the event loop, so a thousand in a row would stop every stream."""
+
+    async def run() -> tuple[int, int]:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        call = CompletionCall(
+            body=CompletionCall.schema.model_validate({"prompt": ["a"] * 500}),
+            model=SimpleNamespace(engine=ScriptedEngine(Script([], [], True))),
+            metrics=SimpleNamespace(),
+            options=ServerOptions(),
+            receive=None,
+            request_id="r",
+        )
+        other = asyncio.create_task(tick())
+        encoded = await call.encode_prompts(
+            call.body.prompt, add_special_tokens=True, truncation=None
+        )
+        other.cancel()
+        return len(encoded), ticks
+
+    num_encoded, ticks = asyncio.run(run())
+    assert num_encoded == 500 and ticks > 400
