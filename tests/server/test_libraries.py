@@ -60,16 +60,20 @@ def test_litellm_asks_whole_streamed_and_for_vectors(server):
 def test_langchain_asks_whole_streamed_and_for_vectors(server):
     langchain_openai = pytest.importorskip("langchain_openai", reason=NEEDS)
     options = {"model": NAME, "base_url": f"{server.url}/v1", "api_key": "none"}
-    for more in ({}, {"use_responses_api": True}):
-        chat = langchain_openai.ChatOpenAI(temperature=0, max_retries=0, **options, **more)
+    chats = [
+        langchain_openai.ChatOpenAI(temperature=0, max_retries=0, **options, **more)
+        for more in ({}, {"use_responses_api": True})
+    ]
+    for chat in chats:
         answer = chat.invoke("Hi")
         assert answer.text == REPLY and answer.usage_metadata["output_tokens"] > 0
         assert "".join(part.text for part in chat.stream("Hi")) == REPLY
 
-        async def run(chat=chat) -> str:
-            return (await chat.ainvoke("Hi")).text
+    async def run() -> list[str]:
+        answers = await asyncio.gather(*(chat.ainvoke("Hi") for chat in chats))
+        return [answer.text for answer in answers]
 
-        assert asyncio.run(run()) == REPLY
+    assert asyncio.run(run()) == [REPLY] * 2
     vectors = langchain_openai.OpenAIEmbeddings(check_embedding_ctx_length=False, **options)
     assert [len(v) for v in vectors.embed_documents(["a", "b"])] == [4, 4]
 
