@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from jaxinfer.errors import InvalidRequestError
 
 
 @contextmanager
-def client_words(**names: str) -> Iterator[None]:
+def client_words(**names: str) -> Generator[None]:
     """Rename the fields at fault in what is raised inside: ours → the client's.
 
     Raises:
