@@ -38,8 +38,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start to wait for a request."""
         super().connection_made(transport)
-        # Tell of each byte that the kernel does not take: it is a client that does not read.
-        transport.set_write_buffer_limits(high=0)
+        # Tell of what the kernel does not take at once: it is a client that does not read. Not 0,
+        # at which asyncio's TLS pauses for ever.
+        transport.set_write_buffer_limits(high=1, low=0)
         _probe_when_silent(transport)
         self._wait_for_request()
 
