@@ -15,6 +15,12 @@ from jaxinfer.server.field_table import FATES
 from jaxinfer.server.fields import Alias, Fate, Ignored, Implemented, Refused
 
 _REF = "#/components/schemas/{model}"
+# Of a route that takes a body. Keys, header sizes and time limits are checked only if set.
+_FAILURES = (400, 401, 404, 413, 429, 431, 500, 503, 504)
+_KEYS = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 # Of each event; the dialects' own documents say what stands in `data`.
 _EVENT = {
     "type": "object",
@@ -32,7 +38,7 @@ _ERROR = {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": "integer"},
+                "code": {"type": ["integer", "string"]},
             },
         }
     },
@@ -79,7 +85,12 @@ def document(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
             "description": "The OpenAI API as vLLM and llama.cpp serve it, and Anthropic's.",
         },
         "paths": paths,
-        "components": {"schemas": {**schemas, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}},
+        # Either key, or none where the server has none.
+        "security": [{}, *({name: []} for name in _KEYS)],
+        "components": {
+            "schemas": {**schemas, "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
+            "securitySchemes": _KEYS,
+        },
     }
 
 
@@ -149,9 +160,9 @@ def _responses(endpoint: Endpoint, path: str) -> dict[str, Any]:
         content["text/event-stream"] = {"schema": _EVENT}
     error = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
     failure = {"application/json": {"schema": {"$ref": _REF.format(model=error)}}}
-    codes = [503] if endpoint.call is None else [400, 404, 413, 500, 503]
+    codes = _FAILURES if endpoint.call is not None else (401, 503)
     if "{model}" in path:
-        codes = [404, 503]
+        codes = (401, 404, 503)
     return {
         "200": {"description": "The answer.", "content": content},
         **{str(c): {"description": ERROR_TYPES[c], "content": failure} for c in codes},
