@@ -229,7 +229,7 @@ def run_batch(
     concurrency: Annotated[
         int | None,
         typer.Option(
-            help="Requests at work at once.  [default: twice --max-num-seqs]",
+            help="Requests at work at once.  [default: twice max_num_seqs]",
             min=1,
             envvar=environment_variable("concurrency"),
         ),

@@ -87,12 +87,13 @@ def _checked(ctx: typer.Context, flag: Any, value: Any, where: str) -> Any:
     if not flag.multiple:
         [words] = words
     try:
-        flag.type_cast_value(ctx, words)
+        flag.process_value(ctx, words)
     except Exception as error:
         # typer's own copy of click has this error in recent versions, click itself in older ones.
         if not hasattr(error, "format_message"):
             raise
-        raise ConfigError(f"{where}: {getattr(error, 'message', error)}") from None
+        reason = getattr(error, "message", error)
+        raise ConfigError(f"{where}: {reason}, got {value!r}") from None
     return words
 
 
