@@ -152,7 +152,7 @@ def test_every_row_is_answered_as_it_says(server: RunningServer):
     """Over the wire: refused rows are a 400 that names them, the others never a 5xx."""
     for endpoint, name in ROWS:
         fate, least = FATES[endpoint][name], LEAST[endpoint]
-        for value in ("surely not neutral", 7, [], {"a": 1}, None):
+        for value in ("surely not neutral", {"a": 1}, None):
             response = server.post(PATHS[endpoint], {**least, name: value})
             if isinstance(fate, Refused) and value == "surely not neutral":
                 assert response.status_code == 400, (endpoint, name, value)
