@@ -122,14 +122,18 @@ class VectorCall[B: VectorFields](Call[B]):
         return Vectors(vectors=np.stack(rows), num_tokens=num_tokens)
 
     async def _run(self, prompts: Sequence[EncodedPrompt], pooling: Pooling) -> list[np.ndarray]:
+        # As many as can run: a large batch must neither fill the queue nor be refused for it.
+        room = asyncio.Semaphore(self.engine.config.max_num_seqs)
+
         async def one(index: int) -> np.ndarray:
-            output = await self.engine.embed(
-                prompts[index].for_engine(),
-                pooling,
-                f"{self.response_id}-{id(self):x}-{index}",
-                priority=self.body.priority or 0,
-                cache_salt=self.body.cache_salt or "",
-            )
+            async with room:
+                output = await self.engine.embed(
+                    prompts[index].for_engine(),
+                    pooling,
+                    f"{self.response_id}-{id(self):x}-{index}",
+                    priority=self.body.priority or 0,
+                    cache_salt=self.body.cache_salt or "",
+                )
             if output.embedding is None:
                 error = output.outputs[0].error
                 raise GenerationFailedError(error or "The engine gave up this request")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -138,6 +139,22 @@ def test_a_vector_that_is_no_number_is_an_error(server):
     assert server.post(PATH, {"input": [[65], [65, POISON]]}).status_code == 500
     server.assert_idle()
     server.assert_works()
+
+
+def test_a_batch_larger_than_the_queue_is_served(own_server):
+    own_server.load(max_num_seqs=2, max_waiting=2)
+    assert len(ask(own_server, input=["a"] * 50)["data"]) == 50
+
+
+def test_a_client_that_leaves_ends_its_vectors(own_server):
+    own_server.runner.step_s = 0.01
+    own_server.load(max_num_seqs=4)
+    with pytest.raises(httpx.ReadTimeout):
+        body = {"input": ["a" * 200] * 1000}
+        httpx.post(f"{own_server.url}{PATH}", json=body, timeout=httpx.Timeout(20, read=0.2))
+    own_server.assert_idle()
+    assert own_server.engine.stats.finished["abort"] == 4
+    own_server.assert_works()
 
 
 def test_vectors_produce_no_tokens(server):
