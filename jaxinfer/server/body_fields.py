@@ -60,6 +60,8 @@ def _stop(value: Any) -> Any:
 def _logit_bias(value: Any) -> Any:
     if value is None:
         return None
+    if isinstance(value, list):
+        value = _from_pairs(value)
     if not isinstance(value, dict):
         raise InvalidRequestError("logit_bias must map token ids to numbers", "logit_bias")
     for key, bias in value.items():
@@ -70,6 +72,20 @@ def _logit_bias(value: Any) -> Any:
         if type(bias) not in (int, float):
             raise InvalidRequestError("logit_bias: the values must be numbers", "logit_bias")
     return {int(key): bias for key, bias in value.items()}
+
+
+def _from_pairs(pairs: list[Any]) -> dict[str, Any]:
+    """Return llama.cpp's [[token id, number], …] as OpenAI's mapping; it has more forms."""
+    if not all(isinstance(p, list) and len(p) == 2 and type(p[0]) is int for p in pairs):
+        raise InvalidRequestError(
+            "logit_bias must map token ids to numbers, or be a list of [token id, number]; to rule "
+            "out a text use bad_words",
+            "logit_bias",
+        )
+    bias = {str(token_id): number for token_id, number in pairs}
+    if len(bias) < len(pairs):
+        raise InvalidRequestError("logit_bias names a token twice", "logit_bias")
+    return bias
 
 
 _TEXT = {"type": "string"}
@@ -85,6 +101,10 @@ LogitBias = Annotated[
         {
             "anyOf": [
                 {"type": "object", "additionalProperties": {"type": "number"}},
+                {
+                    "type": "array",
+                    "items": {"prefixItems": [{"type": "integer"}, {"type": "number"}]},
+                },
                 {"type": "null"},
             ]
         }

@@ -60,7 +60,8 @@ SAMPLING: Mapping[str, Fate] = {
     "bad_words": Implemented(meaning="Strings that must not be produced."),
     "allowed_token_ids": Implemented(meaning="If given, nothing else is produced."),
     "logit_bias": Implemented(
-        meaning="Token id → value added to its logit before anything else, in [-100, 100]."
+        meaning="Token id → value added to its logit before anything else, in [-100, 100]; or "
+        "llama.cpp's list of [token id, value]."
     ),
     "min_tokens": Implemented(meaning="Nothing ends the output before that many tokens."),
     "skip_special_tokens": Implemented(meaning="Leave special tokens out of the text."),

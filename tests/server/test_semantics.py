@@ -106,9 +106,10 @@ def test_llama_cpps_names_mean_ours(server):
     assert len(answer["choices"]) == 2
     assert len(answer["choices"][0]["logprobs"]["top_logprobs"][0]) == 2
     seen = set(server.runner.requests)
-    ask(server, repeat_penalty=1.5, repeat_last_n=-1)
+    ask(server, repeat_penalty=1.5, repeat_last_n=-1, logit_bias=[[65, -2.5], [66, 1]])
     [name] = set(server.runner.requests) - seen
-    assert server.runner.requests[name].params.repetition_penalty == 1.5
+    params = server.runner.requests[name].params
+    assert (params.repetition_penalty, params.logit_bias) == (1.5, {65: -2.5, 66: 1.0})
     ask(server, repeat_penalty=1.0)  # asks for nothing, whatever the window
 
 
