@@ -27,7 +27,7 @@ TEST_NEEDS := $(COMPILER_STAMP)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test gpu gpu-compiler gpu-table newest-jax lint format types docs ci clean
+.PHONY: help setup serve test fuzz gpu gpu-compiler gpu-table newest-jax lint format types docs ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ gpu-table: $(COMPILER_STAMP) ## Compile every kernel for every chip and write th
 
 newest-jax: ## Compile the kernels with the newest JAX on PyPI, in a throw-away environment
 	@.ci/newest-jax $(ARGS)
+
+fuzz: $(STAMP) ## Fuzz the HTTP server over its own OpenAPI document for ten minutes
+	$(PYTHON) -m tests.server.fuzz 600
 
 lint: $(STAMP) ## Check style, formatting and the layers of imports
 	$(PYTHON) -m ruff check

@@ -63,36 +63,33 @@ def cli() -> str:
 
 
 def http() -> str:
-    """Return the request fields: implemented, ignored on purpose, refused."""
-    from jaxinfer.cli_options import attribute_docs
-    from jaxinfer.sampling_params import SamplingParams
-    from jaxinfer.server.fields import FIELDS, Ignored, Refused
-    from jaxinfer.server.protocol import ChatCompletionRequest, CompletionRequest
+    """Return the routes, and for each the fields of a request and what becomes of them."""
+    from jaxinfer.server.endpoints import ENDPOINTS
+    from jaxinfer.server.field_table import FATES
+    from jaxinfer.server.fields import Ignored, Refused
+    from jaxinfer.server.openapi import explain
 
-    docs = attribute_docs(SamplingParams) | HTTP_FIELDS
-    endpoints = {"completions": CompletionRequest, "chat completions": ChatCompletionRequest}
-    names = list(dict.fromkeys(n for model in endpoints.values() for n in model.model_fields))
-    rows = []
-    for name in names:
-        known = [label for label, model in endpoints.items() if name in model.model_fields]
-        where = "both" if len(known) == len(endpoints) else ", ".join(known)
-        rows.append((f"`{name}`", where, docs[name]))
-    ignored = [(f"`{n}`", rule.why) for n, rule in FIELDS.items() if isinstance(rule, Ignored)]
-    refused = [(f"`{n}`", rule.hint) for n, rule in FIELDS.items() if isinstance(rule, Refused)]
-    return "\n\n".join(
-        [
-            "## Fields of a request",
-            _table(("field", "where", "meaning"), rows),
-            "## Ignored",
-            "Accepted, because no answer depends on them. Fields that nobody knows are accepted "
-            "too, and logged.",
-            _table(("field", "why that is right"), ignored),
-            "## Refused",
-            "Not implemented: anything but a value that asks for nothing is a 400 that names the "
-            "field.",
-            _table(("field", "instead"), refused),
-        ]
-    )
+    routes = [
+        (f"`{' '.join(e.methods)} {e.path}`", e.summary, "yes" if e.streams else "")
+        for e in ENDPOINTS
+    ]
+    parts = ["## Routes", _table(("route", "what it does", "streams"), routes)]
+    for endpoint in ENDPOINTS:
+        if endpoint.call is None or endpoint.path == "/score":
+            continue
+        fates = FATES[endpoint.call.schema.endpoint]
+        parts.append(f"## {endpoint.path}")
+        if endpoint.path.endswith("/render"):
+            parts.append("The fields are those of `/v1/chat/completions`.")
+            continue
+        used = [(n, f) for n, f in fates.items() if not isinstance(f, Ignored | Refused)]
+        rest = [(n, f) for n, f in fates.items() if isinstance(f, Ignored | Refused)]
+        for head, some in (("field", used), ("refused or ignored", rest)):
+            if some:
+                parts.append(
+                    _table((head, "meaning"), [(f"`{n}`", explain(fate)) for n, fate in some])
+                )
+    return "\n\n".join(parts)
 
 
 def models() -> str:
@@ -112,31 +109,6 @@ def models() -> str:
     ]
     return _table(("family", "`architectures` in config.json", "known models", "formats"), rows)
 
-
-# What `SamplingParams` does not know, or what HTTP spells differently.
-HTTP_FIELDS = {
-    "model": "The name under `/v1/models`; may be left out.",
-    "prompt": "A text, a list of texts, a list of token ids, or a list of such lists.",
-    "messages": "The conversation: `role` and `content` of each message.",
-    "max_tokens": "Most tokens to produce. Default: 16, or for chat what fits.",
-    "max_completion_tokens": "OpenAI's newer name of `max_tokens`; wins over it.",
-    "logprobs": "Completions: alternatives per token. Chat: `true` for log-probabilities.",
-    "top_logprobs": "Number of alternatives per token; needs `logprobs`.",
-    "echo": "Put the prompt in front of the answer.",
-    "stream": "Send the answer as server-sent events, piece by piece.",
-    "stream_options": "`include_usage` adds a chunk with the usage at the end, "
-    "`continuous_usage_stats` puts it into each chunk.",
-    "add_special_tokens": "Put the tokenizer's BOS in front. Completions: `true`. Chat: `false`, "
-    "the template does it.",
-    "priority": "Lower runs first, under the priority policy.",
-    "cache_salt": "Prefix pages are shared only among requests with the same salt.",
-    "request_id": "A name for the request, in the answer and in the log.",
-    "return_token_ids": "Add the token ids of prompt and answer.",
-    "return_tokens_as_token_ids": "Log-probabilities name tokens as `token_id:123`.",
-    "add_generation_prompt": "End the rendered conversation with the start of an answer.",
-    "continue_final_message": "Go on with the last message, which is the assistant's.",
-    "chat_template_kwargs": "Variables for the chat template.",
-}
 
 TABLES: dict[str, Callable[[], str]] = {
     "config": config,

@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from jaxinfer.input_processor import InputProcessor, Prompt, default_sampling_pa
 from jaxinfer.metrics import EngineStats, RequestObserver
 from jaxinfer.output_processor import OutputProcessor
 from jaxinfer.outputs import RequestOutput
-from jaxinfer.request import FinishReason
+from jaxinfer.request import FinishReason, Pooling
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 
@@ -67,6 +68,7 @@ class AsyncEngine:
         self.config: EngineConfig = loaded.config
         self.model_name: str = loaded.name
         self.max_model_len: int = loaded.engine.max_model_len
+        self.vocab_size: int = loaded.engine.vocab_size
         self._engine = loaded.engine
         self._defaults = default_sampling_params(loaded.generation_config)
         self._inputs = InputProcessor(
@@ -82,6 +84,8 @@ class AsyncEngine:
         self._work = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._live: dict[str, Generation] = {}
+        # Whose readers want to hear of their prompt's progress; the engine thread's own.
+        self._watched: list[Generation] = []
         self._closing = False
         self._dead: BaseException | None = None
         self._busy_since: float | None = None
@@ -142,6 +146,8 @@ class AsyncEngine:
         cache_salt: str = "",
         delta: bool = False,
         final_only: bool = False,
+        progress: bool = False,
+        pooling: Pooling | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's results as they come; the last has `finished` set.
 
@@ -157,6 +163,9 @@ class AsyncEngine:
             delta: Each result holds only what is new, and only the samples with something new,
                 instead of everything so far.
             final_only: Yield only the last, complete result.
+            progress: Also yield, after each step of a prompt, a result without outputs whose
+                `num_computed_tokens` tells how far it is.
+            pooling: Ask for the prompt's vector, in `embedding`, instead of tokens; see `embed`.
 
         Raises:
             InvalidRequestError: The request can never be served; raised before anything is yielded.
@@ -177,11 +186,17 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
             arrival_time=arrival_time,
+            pooling=pooling,
         )
         prepared = await self._off_loop(prepare) if _is_long(prompt) else prepare()
         bell = _Bell(asyncio.get_running_loop(), gone=partial(self.abort, request_id))
         generation = Generation(
-            prepared, self.tokenizer, delta=delta, final_only=final_only, notify=bell.ring
+            prepared,
+            self.tokenizer,
+            delta=delta,
+            final_only=final_only,
+            progress=progress,
+            notify=bell.ring,
         )
         self._submit(generation)
         finished = False
@@ -196,6 +211,43 @@ class AsyncEngine:
         finally:
             if not generation.finished:
                 self.abort(request_id)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling: Pooling = Pooling.LAST,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> RequestOutput:
+        """Return a result whose `embedding` is float32 [D]: the model's last hidden states, pooled.
+
+        They are what the head turns into logits: after the final norm, and not normalised.
+
+        Args:
+            prompt: As for `generate`; any length that `generate` takes.
+            pooling: The mean over all tokens, or the state of the last one.
+            request_id: As for `generate`.
+            priority: As for `generate`.
+            cache_salt: As for `generate`.
+
+        Raises:
+            InvalidRequestError, QueueFullError, EngineDeadError: As `generate`.
+        """
+        stream = self.generate(
+            prompt,
+            SamplingParams(max_tokens=1, temperature=0.0, detokenize=False),
+            request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            final_only=True,
+            pooling=pooling,
+        )
+        async with aclosing(stream):
+            async for output in stream:
+                return output
+        raise AssertionError("a request ends with a result or an error")
 
     async def chat(
         self,
@@ -224,13 +276,15 @@ class AsyncEngine:
         self._check_alive()
         return await self._off_loop(partial(self._inputs.chat_prompt, messages, **template))
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def encode(self, text: str, **options: Any) -> list[int]:
         """Return the text's token ids; long texts are encoded off the event loop.
+
+        Options are those of `InputProcessor.encode`.
 
         Raises:
             InvalidRequestError: It is no Unicode text, or far longer than the context.
         """
-        encode = partial(self._inputs.encode, text, add_special_tokens=add_special_tokens)
+        encode = partial(self._inputs.encode, text, **options)
         return await self._off_loop(encode) if _is_long(text) else encode()
 
     def abort(self, request_id: str) -> None:
@@ -336,6 +390,17 @@ class AsyncEngine:
             if generation.finished:
                 self._forget(generation)
             generation.tell()
+        if self._watched:
+            self._tell_progress()
+
+    def _tell_progress(self) -> None:
+        self._watched = [g for g in self._watched if g.wants_progress]
+        for generation in self._watched:
+            sample_id = generation.prepared.sample_id(0)
+            num_computed_tokens = self._engine.num_computed_tokens(sample_id)
+            if num_computed_tokens:
+                generation.note_progress(num_computed_tokens)
+                generation.tell()
 
     def _add(self, generation: Generation) -> None:
         """Hand a request to the engine, all samples or none."""
@@ -352,6 +417,8 @@ class AsyncEngine:
             generation.fail(error)
         else:
             self._outputs.add(generation)
+            if generation.wants_progress:
+                self._watched.append(generation)
 
     def _abort(self, request_id: str) -> None:
         generation, sample_ids = self._outputs.abort(request_id)

@@ -118,9 +118,11 @@ class StepResult:
         logprobs: Per row an entry for each token, None where not asked for.
         prompt_logprobs: request_id → entries for the prompt positions [start + 1, end + 1) of the
             row's chunk, cut at the prompt's end.
+        pooled: request_id → float32 [D], the sum of the hidden states that the row's chunk adds.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
     corrupted: tuple[bool, ...]
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...]
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    pooled: dict[str, Any] = field(default_factory=dict)

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from jaxinfer.cli_options import engine_options
+from jaxinfer.cli_options import engine_options, environment_variable, record_options
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import ConfigError, InvalidRequestError, JaxinferError
+from jaxinfer.config_file import ConfigFile
+from jaxinfer.errors import InvalidRequestError, JaxinferError
+from jaxinfer.server.options import ServerOptions
 from jaxinfer.terminal import (
     Answer,
     OutputError,
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 FAILED_EXIT_CODE = 1
 BAD_INPUT_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class _Commands(TyperGroup):
@@ -81,6 +82,12 @@ _SINGLE_USER: dict[str, Any] = {
     "max_num_seqs": 1,
 }
 
+# A batch has no network; what remains says how requests are answered.
+_FOR_BATCHES = ("pooling", "trust_request_chat_template", "otlp_traces_endpoint")
+_NOT_FOR_BATCHES = tuple(
+    f.name for f in dataclasses.fields(ServerOptions) if f.name not in _FOR_BATCHES
+)
+
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 Temperature = Annotated[
     float | None, typer.Option(help="0 takes the likeliest token.  [default: the model's, or 0]")
@@ -106,25 +113,16 @@ def main() -> None:
         "jaxinfer serve",
         "jaxinfer serve --model path/to/model.gguf --port 9000",
         "jaxinfer serve --model path/to/folder --max-num-seqs 8 --max-model-len 2048",
+        "jaxinfer serve --config server.yaml --api-key-file keys.txt",
     )
 )
+@record_options("options", ServerOptions)
 @engine_options()
-def serve(
-    *,
-    config: EngineConfig,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
-    ] = 8000,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    access_log: Annotated[bool, typer.Option(help="Log one line per response.")] = True,
-) -> None:
+def serve(*, config: EngineConfig, options: ServerOptions, config_file: ConfigFile = None) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it."""
     from jaxinfer.server.run import serve as run_server
 
-    if log_level not in LOG_LEVELS:
-        raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {log_level!r}")
-    run_server(config, host=host, port=port, log_level=log_level, access_log=access_log)
+    run_server(config, options)
 
 
 @app.command(
@@ -207,6 +205,76 @@ def chat(
                 typer.echo("the commands are /reset and /exit", err=True)
             elif line:
                 messages = take_turn(engine, messages, line, params)
+
+
+@app.command(
+    "run-batch",
+    epilog=_examples(
+        "jaxinfer run-batch -i requests.jsonl -o answers.jsonl",
+        "jaxinfer run-batch -i requests.jsonl -o answers.jsonl --model path/to/model.gguf",
+    ),
+)
+@record_options("options", ServerOptions, leave_out=_NOT_FOR_BATCHES)
+@engine_options(leave_out=("max_waiting",))
+def run_batch(
+    *,
+    source: Annotated[
+        Path, typer.Option("--input", "-i", help="Requests, in the format of OpenAI's Batch API.")
+    ],
+    destination: Annotated[
+        Path, typer.Option("--output", "-o", help="Answers. If it exists, the run goes on with it.")
+    ],
+    config: EngineConfig,
+    options: ServerOptions,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(
+            help="Requests at work at once.  [default: twice max_num_seqs]",
+            min=1,
+            envvar=environment_variable("concurrency"),
+        ),
+    ] = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Answer a file of requests, as fast as the machine can.
+
+    A run that was cut off, by whatever, goes on where it was when the same command is given again.
+    The exit code is 1 if any line of the output tells of an error.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from jaxinfer.server.run_batch import BatchProgress
+    from jaxinfer.server.run_batch import run_batch as run
+
+    def load() -> Any:
+        from jaxinfer import loading
+
+        return loading.load(config, progress=True)
+
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task("Answering", total=None)
+
+        def show(progress: BatchProgress) -> None:
+            bars.update(task, completed=progress.done, total=progress.total)
+
+        try:
+            end = run(
+                source,
+                destination,
+                load,
+                options=options,
+                concurrency=concurrency,
+                on_progress=show,
+            )
+        except KeyboardInterrupt:
+            bars.stop()
+            typer.echo("stopped; the same command goes on from here", err=True)
+            raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+    typer.echo(f"wrote {destination}: {end.done} answers, {end.failed} of them errors")
+    if end.failed:
+        raise typer.Exit(FAILED_EXIT_CODE)
 
 
 @app.command(epilog=_examples("jaxinfer convert path/to/model.gguf path/to/folder"))

@@ -1,10 +1,15 @@
-"""Flags made from the config record, so that the two cannot drift. Knows no command."""
+"""Flags made from the records of settings, so that the two cannot drift. Knows no command.
+
+A value comes from the flag, else from the environment variable, else from the file that `--config`
+names, else from the record's default.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
+import types
 import typing
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -12,6 +17,8 @@ from typing import Annotated, Any
 import typer
 
 from jaxinfer.config import EngineConfig
+
+ENVIRONMENT_PREFIX = "JAXINFER_"
 
 
 def attribute_docs(record: type) -> dict[str, str]:
@@ -30,51 +37,79 @@ def attribute_docs(record: type) -> dict[str, str]:
     return docs
 
 
+def environment_variable(name: str) -> str:
+    """Return the variable that stands for a setting."""
+    return ENVIRONMENT_PREFIX + name.upper()
+
+
 def engine_options(
     *, leave_out: tuple[str, ...] = (), **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a command one flag per field of `EngineConfig`.
+    """Return `record_options` for `EngineConfig`; the command takes `config`."""
+    return record_options("config", EngineConfig, leave_out=leave_out, **defaults)
 
-    The command takes `config`; names, types, defaults and help texts come from the record, so the
-    flags cannot drift from it.
+
+def record_options(
+    parameter: str, record: type[Any], *, leave_out: tuple[str, ...] = (), **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command one flag per field of a record of settings.
+
+    Names, types, defaults and help texts come from the record, so the flags cannot drift from it.
 
     Args:
+        parameter: How the command calls the record that is made from the flags.
+        record: A frozen dataclass with an `Attributes:` section.
         leave_out: Fields that make no sense for the command; they keep the record's default.
         defaults: Defaults that differ from the record's.
     """
-    types = typing.get_type_hints(EngineConfig)
-    docs = attribute_docs(EngineConfig)
-    flags = []
-    for field in dataclasses.fields(EngineConfig):
-        if field.name in leave_out:
-            continue
-        names = [f"--{field.name.replace('_', '-')}"]
-        if field.type == "bool":
-            names = [f"{names[0]}/--no-{names[0][2:]}"]
-        if field.name == "model":
-            names.append("-m")
-        # Backquotes are for the reader of the source; a terminal shows them as noise.
-        option = typer.Option(*names, help=docs[field.name].replace("`", ""))
-        flags.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(field.name, field.default),
-                annotation=Annotated[types[field.name], option],
-            )
-        )
+    docs = attribute_docs(record)
+    hints = typing.get_type_hints(record)
+    flags = [
+        _flag(f, hints[f.name], docs[f.name], defaults.get(f.name, f.default))
+        for f in dataclasses.fields(record)
+        if f.name not in leave_out
+    ]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.name != "config"]
+        own = [p for p in signature.parameters.values() if p.name != parameter]
 
         @functools.wraps(command)
-        def run(**values: Any) -> None:
+        def run(*args: Any, **values: Any) -> None:
             settings = {flag.name: values.pop(flag.name) for flag in flags}
-            command(config=EngineConfig(**settings), **values)
+            settings = {k: tuple(v) if type(v) is list else v for k, v in settings.items()}
+            command(*args, **{parameter: record(**settings)}, **values)
 
         run.__signature__ = signature.replace(parameters=[*own, *flags])  # pyrefly: ignore
         run.__annotations__ = {p.name: p.annotation for p in (*own, *flags)}
         return run
 
     return decorate
+
+
+def _flag(field: dataclasses.Field[Any], hint: Any, doc: str, default: Any) -> inspect.Parameter:
+    names = [f"--{field.name.replace('_', '-')}"]
+    if hint is bool:
+        names = [f"{names[0]}/--no-{names[0][2:]}"]
+    if field.name == "model":
+        names.append("-m")
+    if typing.get_origin(hint) is tuple:
+        hint, default = list[str], list(default)  # given several times
+        doc += " May be given several times."
+    # Backquotes are for the reader of the source; a terminal shows them as noise.
+    option = typer.Option(
+        *names,
+        help=doc.replace("`", ""),
+        envvar=environment_variable(field.name),
+        show_default=_shows_default(default),
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[hint, option],
+    )
+
+
+def _shows_default(default: Any) -> bool:
+    return not isinstance(default, types.NoneType) and default != []

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jaxinfer.batch import StepPlan, StepResult
-from jaxinfer.compilation import CompileGuard
+from jaxinfer.compilation import CompileGuard, bucket_of, buckets
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.metrics import EngineStats
 from jaxinfer.page_groups import WindowPool
 from jaxinfer.page_pool import PagePool
-from jaxinfer.request import FinishReason, Request, TokenOutput
+from jaxinfer.request import FinishReason, Pooling, Request, TokenOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler import Scheduler
 from jaxinfer.step_timer import StepTimer
@@ -84,6 +84,8 @@ class Engine:
             max_waiting=config.max_waiting,
         )
         self._guard = CompileGuard()
+        self._token_buckets = buckets(config.max_num_batched_tokens)
+        self._row_buckets = buckets(config.max_num_seqs)
         self._in_flight: tuple[StepPlan, object] | None = None
         self._timer = StepTimer(min(config.num_decode_steps, runner.max_decode_steps))
         self._busy_since = 0.0  # when the step in flight had the device for itself
@@ -99,6 +101,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         arrival_time: float | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """Queue a sequence; its tokens come from later `step` calls.
 
@@ -110,6 +113,7 @@ class Engine:
             priority: Lower runs first under the "priority" policy.
             cache_salt: Prefix pages are shared only among equal salts.
             arrival_time: `time.monotonic()` seconds; now if None.
+            pooling: Ask for the prompt's vector instead of tokens: one output without tokens.
 
         Raises:
             InvalidRequestError: It could never be served.
@@ -119,6 +123,8 @@ class Engine:
         if seed is None:
             seed = params.seed if params.seed is not None else secrets.randbits(64)
         room = self.max_model_len - len(prompt_token_ids)
+        if pooling is not None:
+            room = 1  # the step that computes the prompt's last token samples behind it
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -128,6 +134,7 @@ class Engine:
             eos_token_ids=frozenset() if params.ignore_eos else self.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
+            pooling=pooling,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
         )
         self.scheduler.add(request)
@@ -148,8 +155,11 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Run one step and return what became known in it, possibly nothing."""
+        start, waited_s = time.perf_counter(), self._stats.step_device_s
         with self._guard.watching():
             outputs = self._overlapped_step() if self.config.overlap else self._plain_step()
+        waited_s = self._stats.step_device_s - waited_s
+        self._stats.step_host_s += time.perf_counter() - start - waited_s
         for output in outputs:
             self._stats.generation_tokens += len(output.new_token_ids)
             if output.finish_reason is not None:
@@ -206,13 +216,32 @@ class Engine:
             return []
         plan, sampled = self._in_flight
         self._in_flight = None
-        result = self.runner.fetch(plan, sampled)
+        result = self._fetch(plan, sampled)
         now = time.monotonic()
         if plan.num_decode_rows == len(plan.rows):
             num_steps = max(map(len, result.token_ids), default=1)
             self._timer.timed(len(plan.rows), (now - self._busy_since) / max(num_steps, 1))
         self._busy_since = now
         return self.scheduler.update(plan, result)
+
+    def _fetch(self, plan: StepPlan, sampled: object) -> StepResult:
+        """Wait for the device, and keep the books of the step."""
+        start = time.perf_counter()
+        result = self.runner.fetch(plan, sampled)
+        self._stats.step_device_s += time.perf_counter() - start
+        self._count(plan, result)
+        return result
+
+    def _count(self, plan: StepPlan, result: StepResult) -> None:
+        num_rows = len(plan.sampling_rows)
+        B = bucket_of(num_rows, self._row_buckets) if num_rows else 0
+        if plan.num_decode_steps == 1:
+            T = bucket_of(plan.num_tokens, self._token_buckets)
+            self._stats.count_step(plan.num_tokens, T, num_rows, B)
+            return
+        for step in range(max(map(len, result.token_ids), default=0)):
+            alive = sum(len(token_ids) > step for token_ids in result.token_ids)
+            self._stats.count_step(alive, B, alive, B)
 
     @property
     def stats(self) -> EngineStats:
@@ -231,6 +260,13 @@ class Engine:
         stats.compilations_total = self.runner.num_programs
         stats.compilations_after_warmup = self._guard.count
         return stats
+
+    def num_computed_tokens(self, request_id: str) -> int | None:
+        """Return how far a live request has come, prompt tokens included; None if it is not live.
+
+        Tokens of the step in flight count.
+        """
+        return self.scheduler.num_computed_tokens(request_id)
 
     def check_integrity(self) -> None:
         """Assert that no page is lost and no request forgotten.

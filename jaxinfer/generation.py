@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxinfer.detokenizer import Detokenizer
 from jaxinfer.input_processor import PreparedRequest
@@ -53,6 +54,7 @@ class Generation:
         tokenizer: Of the model.
         delta: `take` returns only what is new since the last call, instead of all so far.
         final_only: `take` returns nothing before the end.
+        progress: `take` also tells of the prompt's progress, in outputs without samples.
         notify: Called on the writing thread whenever `take` has something to return.
     """
 
@@ -63,6 +65,7 @@ class Generation:
         *,
         delta: bool = False,
         final_only: bool = False,
+        progress: bool = False,
         notify: Callable[[], None] | None = None,
     ):
         self.prepared = prepared
@@ -77,6 +80,9 @@ class Generation:
         self._tokenizer = tokenizer
         self._delta = delta
         self._final_only = final_only
+        self._progress = progress
+        self._num_computed_tokens: int | None = None
+        self._embedding: Any = None
         self._notify = notify
         # Short critical sections: lists change hands under it, text is put together outside.
         self._lock = threading.Lock()
@@ -109,9 +115,12 @@ class Generation:
                 raise self._error
             finished = self.finished
             fresh = [s for s in self.samples if s.news]
-            if not fresh or (self._final_only and not finished):
+            num_computed_tokens, self._num_computed_tokens = self._num_computed_tokens, None
+            if fresh:
+                num_computed_tokens = None
+            if (not fresh and num_computed_tokens is None) or (self._final_only and not finished):
                 return None
-            samples = fresh if self._delta else self.samples
+            samples = fresh if self._delta or not fresh else self.samples
             parts = [self._cut(sample) for sample in samples]
             prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
             metrics = replace(self.metrics)
@@ -126,8 +135,20 @@ class Generation:
             finished=finished,
             prompt_logprobs=self._prompt_entries(prompt_logprobs),
             num_cached_tokens=self.num_cached_tokens,
+            num_computed_tokens=num_computed_tokens,
+            embedding=self._embedding,
             metrics=metrics,
         )
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether the reader still waits for the prompt, and wants to hear how far it is."""
+        return self._progress and not self.finished and self.num_generation_tokens == 0
+
+    def note_progress(self, num_computed_tokens: int) -> None:
+        """Take in how many of the prompt's tokens are computed."""
+        with self._lock:
+            self._num_computed_tokens = num_computed_tokens
 
     def fail(self, error: BaseException) -> None:
         """End the request with `error`, which the reader gets raised."""
@@ -152,6 +173,8 @@ class Generation:
                 stopped_here = finish_reason is None
                 finish_reason, stop_reason = FinishReason.STOP, sample.detokenizer.stop_reason
         with self._lock:
+            if output.pooled is not None:
+                self._embedding = output.pooled
             if output.prompt_logprobs is not None:
                 self._prompt_logprobs = output.prompt_logprobs
             if sample.index == 0 and sample.num_tokens == 0:
@@ -287,6 +310,9 @@ class Generation:
         for rank, (top_id, value) in enumerate(likeliest, 1):
             if top_id not in entry:
                 entry[top_id] = self._logprob(top_id, value, rank)
+        ids = self.prepared.params.logprob_token_ids or ()
+        for asked_id, (value, rank) in zip(ids, logprobs.asked, strict=False):
+            entry.setdefault(asked_id, self._logprob(asked_id, value, rank))
         return entry
 
     def _logprob(self, token_id: int, value: float, rank: int) -> Logprob:

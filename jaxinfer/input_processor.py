@@ -17,9 +17,11 @@ from numbers import Integral
 from typing import Any
 
 from jaxinfer.errors import InvalidRequestError, quoted
+from jaxinfer.request import Pooling
 from jaxinfer.sampling_batch import child_seed
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
+from jaxinfer.truncation import Truncation
 
 # A prompt: text, token ids, or a mapping with one or both (ids are run, text is only reported).
 type Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -43,6 +45,7 @@ class PreparedRequest:
         priority: Lower runs first under the "priority" policy.
         cache_salt: Prefix pages are shared only among equal salts.
         arrival_time: `time.monotonic()` seconds.
+        pooling: If given, a vector of the prompt is asked for instead of tokens.
     """
 
     request_id: str
@@ -54,6 +57,7 @@ class PreparedRequest:
     priority: int
     cache_salt: str
     arrival_time: float
+    pooling: Pooling | None = None
 
     def sample_id(self, index: int) -> str:
         """Return the engine's name for one sample; distinct for distinct requests."""
@@ -69,6 +73,8 @@ class PreparedRequest:
             "priority": self.priority,
             "cache_salt": self.cache_salt,
             "arrival_time": self.arrival_time,
+            # Named only where it matters: most engines need not know of it.
+            **({} if self.pooling is None else {"pooling": self.pooling}),
         }
 
 
@@ -119,6 +125,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str = "",
         arrival_time: float | None = None,
+        pooling: Pooling | None = None,
     ) -> PreparedRequest:
         """Return the request ready for the engine.
 
@@ -130,6 +137,7 @@ class InputProcessor:
             priority: Lower runs first under the "priority" policy.
             cache_salt: Prefix pages are shared only among equal salts.
             arrival_time: `time.monotonic()` seconds; None for now.
+            pooling: If given, a vector of the prompt is asked for instead of tokens.
 
         Raises:
             InvalidRequestError: It can never be served as asked; `param` names the field.
@@ -170,13 +178,23 @@ class InputProcessor:
             priority=int(priority),
             cache_salt=cache_salt,
             arrival_time=arrival_time,
+            pooling=pooling,
         )
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Prompt:
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        truncation: Truncation | None = None,
+        max_chars: int = 0,
+        **template: Any,
+    ) -> Prompt:
         """Return the conversation as a prompt, rendered by the model's chat template.
 
         Args:
             messages: One conversation.
+            truncation: How a prompt that is too long may be cut.
+            max_chars: See `encode`.
             template: `add_generation_prompt`, `continue_final_message`, `tools` and whatever the
                 template itself understands.
 
@@ -186,19 +204,40 @@ class InputProcessor:
         text = self.tokenizer.render_chat(messages, **template)
         _check_text(text, "messages")
         # The template writes the special tokens itself; adding them again would give two BOS.
-        ids = self.encode(text, add_special_tokens=False)
+        ids = self.encode(
+            text, add_special_tokens=False, truncation=truncation, max_chars=max_chars
+        )
         return {"prompt": text, "prompt_token_ids": ids}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        truncation: Truncation | None = None,
+        max_chars: int = 0,
+    ) -> list[int]:
         """Return the token ids of a text that is to be a prompt.
 
         That a very long text does not fit is told from its start: encoding all of it would take
         minutes of a processor and gigabytes, only to count what is refused anyway.
 
+        Args:
+            text: The text.
+            add_special_tokens: Put the tokenizer's BOS in front.
+            truncation: How a text that is too long may be cut.
+            max_chars: A text of no more characters is encoded even if it does not fit.
+
         Raises:
             InvalidRequestError: It is no Unicode text, or far longer than the context.
         """
         _check_text(text, "prompt")
+        if truncation is not None:
+            text = truncation.cut_text(text)
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return truncation.cut(ids, self.tokenizer.bos_token_id)
+        if len(text) <= max_chars:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         num_chars = _PROBE_CHARS_PER_TOKEN * self._max_model_len
         while num_chars < len(text):
             start = self.tokenizer.encode(text[:num_chars], add_special_tokens=False)

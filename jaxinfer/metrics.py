@@ -6,8 +6,12 @@ command line prints them, and nothing here knows either.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Protocol
+
+# vLLM's edges.
+TOKENS_PER_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(kw_only=True)
@@ -27,8 +31,16 @@ class EngineStats:
         prefix_cache_hits: Prompt tokens found there, ever.
         prompt_tokens: Prompt tokens of admitted sequences, ever.
         generation_tokens: Tokens produced, ever.
-        num_steps: Steps dispatched, ever; several decode steps in one dispatch count once.
+        num_steps: Steps done, ever; several decode steps in one dispatch count once.
         num_multi_steps: Dispatches of several decode steps, ever.
+        num_scheduled_tokens: Tokens computed in steps, of prompts and outputs, ever.
+        num_padding_tokens: Tokens computed only because steps are padded to a bucket, ever.
+        num_sampled_rows: Rows sampled in steps, ever.
+        num_padding_rows: Rows sampled only because of padding, ever.
+        step_host_s: Seconds that steps took apart from waiting for the device, ever.
+        step_device_s: Seconds that steps waited for the device, ever.
+        tokens_per_step: Steps with up to `TOKENS_PER_STEP[i]` tokens and no fewer, ever; the last
+            entry is for those with more.
         num_corrupted_requests: Sequences ended because their logits held a NaN, ever.
         compilations_total: Graphs compiled, ever.
         compilations_after_warmup: Graphs compiled while serving; anything but 0 is a defect.
@@ -48,10 +60,25 @@ class EngineStats:
     generation_tokens: int = 0
     num_steps: int = 0
     num_multi_steps: int = 0
+    num_scheduled_tokens: int = 0
+    num_padding_tokens: int = 0
+    num_sampled_rows: int = 0
+    num_padding_rows: int = 0
+    step_host_s: float = 0.0
+    step_device_s: float = 0.0
+    tokens_per_step: list[int] = field(default_factory=lambda: [0] * (len(TOKENS_PER_STEP) + 1))
     num_corrupted_requests: int = 0
     compilations_total: int = 0
     compilations_after_warmup: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+
+    def count_step(self, num_tokens: int, T: int, num_rows: int, B: int) -> None:
+        """Count a step of so many tokens and sampled rows, padded to T and B."""
+        self.num_scheduled_tokens += num_tokens
+        self.num_padding_tokens += T - num_tokens
+        self.num_sampled_rows += num_rows
+        self.num_padding_rows += B - num_rows
+        self.tokens_per_step[bisect_left(TOKENS_PER_STEP, num_tokens)] += 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ Owns everything on the device: weights, cache, the tokens sampled last. Knows no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jaxinfer.compilation import bucket_of
 from jaxinfer.kv_cache import make_cache
 from jaxinfer.models import ModelConfig, Transformer
 from jaxinfer.page_tables import PageTables
-from jaxinfer.request import Request, TokenLogprobs
+from jaxinfer.request import Pooling, Request, TokenLogprobs
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
 from jaxinfer.sharding import logical, replicated
@@ -52,6 +52,21 @@ class PromptScores:
 
 
 @dataclass(frozen=True)
+class AskedScores:
+    """Log-probabilities of up to `SCORED_TOKENS` tokens that a request asks about, on the device.
+
+    Attributes:
+        row: Which sampling row.
+        count: Entries that mean something.
+        scores: The log-probabilities.
+    """
+
+    row: int
+    count: int
+    scores: Logprobs
+
+
+@dataclass(frozen=True)
 class InFlight:
     """A sampled step that has not been fetched.
 
@@ -59,11 +74,16 @@ class InFlight:
         sampled: The tokens; None if the step samples none.
         prompt_scores: Scored parts of prompts, in order.
         counts: Of several decode steps: tokens by row.
+        pooled: float32 [max_num_seqs, D], sums of hidden states, entry i for the i-th row of the
+            plan that pools; None if there is none.
+        asked: Log-probabilities of `logprob_token_ids`, in order.
     """
 
     sampled: SampledTokens | None
     prompt_scores: tuple[PromptScores, ...] = ()
     counts: jax.Array | None = None
+    pooled: jax.Array | None = None
+    asked: tuple[AskedScores, ...] = ()
 
 
 class ModelRunner:
@@ -104,6 +124,7 @@ class ModelRunner:
         for T in self.config.token_buckets:
             hidden = self.forward(StepPlan(rows=()), T)
             self._score(T, hidden.tokens, nothing, nothing)
+            self.programs.compiled["pool", T](hidden.tokens, np.zeros(T, np.int32))
             for B in self.config.row_buckets:
                 self._call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
         if self.max_decode_steps > 1:
@@ -127,13 +148,15 @@ class ModelRunner:
             masks: request_id → uint32 [ceil(V / 32)], bit set for the tokens that are allowed.
         """
         scores = self._score_prompts(plan, hidden)
+        pooled = self._pool_prompts(plan, hidden)
         rows = plan.sampling_rows
         if not rows:
-            return InFlight(None, scores)
+            return InFlight(None, scores, pooled)
         B = bucket_of(len(rows), self.config.row_buckets)
         packed = self._packer.pack(rows, B, extra_masks=masks)
         page_table = self._page_table(rows, B)
-        return InFlight(self._call_sampler(B, hidden.sampled, packed, page_table), scores)
+        sampled = self._call_sampler(B, hidden.sampled, packed, page_table)
+        return InFlight(sampled, scores, pooled, self._score_asked(plan, hidden))
 
     def decode(self, plan: StepPlan, bucket: int | None = None) -> InFlight:
         """Dispatch all decode steps of a plan, from tokens to tokens.
@@ -166,10 +189,18 @@ class ModelRunner:
             entries = _entries(part.scores, [request.params.prompt_logprobs] * part.count)
             known = prompt_logprobs.setdefault(request.request_id, [])
             known.extend(entry for entry in entries if entry is not None)
+        pooled = {}
+        if step.pooled is not None:
+            ids = [row.request.request_id for row in plan.rows if row.request.pooling is not None]
+            pooled = dict(zip(ids, jax.device_get(step.pooled), strict=False))
         rows = plan.sampling_rows
         if step.sampled is None:
             return StepResult(
-                token_ids=(), corrupted=(), logprobs=(), prompt_logprobs=_frozen(prompt_logprobs)
+                token_ids=(),
+                corrupted=(),
+                logprobs=(),
+                prompt_logprobs=_frozen(prompt_logprobs),
+                pooled=pooled,
             )
         fetched = jax.device_get((step.sampled.token_ids, step.sampled.corrupted))
         token_ids, corrupted = (x[: len(rows)].tolist() for x in fetched)
@@ -180,12 +211,19 @@ class ModelRunner:
         logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * len(rows)
         if any(width is not None for width in widths):
             entries = _entries(_scores(step.sampled), widths)
+            for part in step.asked:
+                entry = entries[part.row]
+                assert entry is not None, "SamplingParams asks for both or none"
+                values, ranks = jax.device_get((part.scores.logprobs, part.scores.ranks))
+                more = zip(values[: part.count].tolist(), ranks[: part.count].tolist(), strict=True)
+                entries[part.row] = replace(entry, asked=(*entry.asked, *more))
             logprobs = [None if entry is None else (entry,) for entry in entries]
         return StepResult(
             token_ids=tuple(tokens),
             corrupted=tuple(corrupted),
             logprobs=tuple(logprobs),
             prompt_logprobs=_frozen(prompt_logprobs),
+            pooled=pooled,
         )
 
     def _fetch_steps(self, plan: StepPlan, step: InFlight) -> StepResult:
@@ -278,6 +316,43 @@ class ModelRunner:
                     parts.append(PromptScores(request, n, scores))
             first += row.num_scheduled_tokens
         return tuple(parts)
+
+    def _score_asked(self, plan: StepPlan, hidden: Hidden) -> tuple[AskedScores, ...]:
+        """Score the tokens that requests ask about, with the program that scores prompts."""
+        parts = []
+        T, first, index = hidden.tokens.shape[0], 0, 0
+        for row in plan.rows:
+            first += row.num_scheduled_tokens
+            if not row.samples:
+                continue
+            ids = row.request.params.logprob_token_ids or ()
+            for start in range(0, len(ids), SCORED_TOKENS):
+                some = ids[start : start + SCORED_TOKENS]
+                targets = np.zeros(SCORED_TOKENS, np.int32)
+                targets[: len(some)] = some
+                indices = np.full(SCORED_TOKENS, first - 1, np.int32)
+                scores = self._score(T, hidden.tokens, indices, targets)
+                parts.append(AskedScores(index, len(some), scores))
+            index += 1
+        return tuple(parts)
+
+    def _pool_prompts(self, plan: StepPlan, hidden: Hidden) -> jax.Array | None:
+        """Sum the hidden states that count, for all requests that ask for a vector at once."""
+        if all(row.request.pooling is None for row in plan.rows):
+            return None
+        T = hidden.tokens.shape[0]
+        slots = np.full(T, self.config.max_num_seqs, np.int32)
+        slot, first = 0, 0
+        for row in plan.rows:
+            end = first + row.num_scheduled_tokens
+            if row.request.pooling is not None:
+                if row.request.pooling is Pooling.MEAN:
+                    slots[first:end] = slot
+                elif row.samples:
+                    slots[end - 1] = slot
+                slot += 1
+            first = end
+        return self.programs.compiled["pool", T](hidden.tokens, slots)
 
     def _page_table(self, rows: tuple[ScheduledRow, ...], B: int) -> np.ndarray | None:
         """Pages of the rows whose history the sampler must read; None if there are none."""

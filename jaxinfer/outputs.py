@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,9 @@ class RequestOutput:
         finished: Whether all samples have ended.
         prompt_logprobs: Per prompt token, None for the first; None if not asked for.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
+        num_computed_tokens: Prompt tokens computed so far, on the outputs without samples that
+            tell of a long prompt's progress; else None.
+        embedding: float32 [D], the prompt's vector, if that was asked for.
         metrics: Times.
     """
 
@@ -83,4 +87,6 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    num_computed_tokens: int | None = None
+    embedding: Any = None
     metrics: RequestMetrics | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxinfer.sampling_params import SamplingParams
 
@@ -24,6 +25,13 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class Pooling(enum.StrEnum):
+    """How the hidden states of a prompt become one vector."""
+
+    MEAN = "mean"
+    LAST = "last"
 
 
 @dataclass(slots=True)
@@ -54,6 +62,7 @@ class Request:
         eos_token_ids: The model's own end tokens, empty under `ignore_eos`.
         priority: Lower runs first under the "priority" policy.
         cache_salt: Prefix pages are shared only among equal salts.
+        pooling: If given, the request asks for a vector of its prompt and for no token.
         arrival_time: `time.monotonic()` seconds.
         max_total_tokens: prompt + output may not exceed it (context length and `max_tokens`).
         token_ids: Prompt and output known to the host.
@@ -68,6 +77,7 @@ class Request:
         page_hashes: Chained hashes of the full pages known so far.
         num_hashed_pages: Leading pages whose hashes the page pool has been told.
         prompt_logprobs: Entries so far, by position; the first is None. Emptied on delivery.
+        pooled: float32 [D], the sum of the hidden states pooled so far; None before the first.
         finish_reason: Why it ended, if it has.
     """
 
@@ -79,6 +89,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     cache_salt: str = ""
+    pooling: Pooling | None = None
     arrival_time: float = 0.0
 
     status: RequestStatus = RequestStatus.WAITING
@@ -93,13 +104,18 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)
     num_hashed_pages: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    pooled: Any = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        self._needs_host = self.params.needs_host_tokens
+        self._needs_host = (
+            self.params.needs_host_tokens
+            or bool(self.params.logprob_token_ids)
+            or self.pooling is not None
+        )
         if self.params.ignore_eos:
             self.eos_token_ids = frozenset()
         self._end_token_ids = self.eos_token_ids.union(self.params.stop_token_ids or ())
@@ -169,6 +185,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0
         self.pending_row = -1
+        self.pooled = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,12 +197,14 @@ class TokenLogprobs:
         rank: Its rank, 1 for the likeliest.
         top_token_ids: The likeliest tokens, likeliest first; as many as were asked for.
         top_logprobs: Their log-probabilities.
+        asked: (log-probability, rank) of each of the request's `logprob_token_ids`.
     """
 
     logprob: float
     rank: int
     top_token_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    asked: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -205,6 +224,7 @@ class TokenOutput:
         first_scheduled_time: `time.monotonic()` seconds when the request first ran; with the first
             output.
         error: Why it ended, for `FinishReason.ERROR`.
+        pooled: float32 [D], the prompt's vector, on the only output of a request for one.
     """
 
     request_id: str
@@ -216,6 +236,7 @@ class TokenOutput:
     num_cached_tokens: int = 0
     first_scheduled_time: float | None = None
     error: str | None = None
+    pooled: Any = None
 
     @property
     def finished(self) -> bool:

@@ -48,6 +48,7 @@ class SamplingParams:
         logprobs: Log-probabilities of the sampled token and of this many likeliest; None for
             none. They are of the raw distribution: before bias, penalties and temperature.
         prompt_logprobs: The same for prompt tokens.
+        logprob_token_ids: Besides, the log-probabilities of these tokens at each position.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string that ended the text.
         detokenize: Produce text at all.
@@ -76,6 +77,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -86,6 +88,7 @@ class SamplingParams:
         put = object.__setattr__
         put(self, "stop", _stop_strings(self.stop))
         put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        put(self, "logprob_token_ids", _ids("logprob_token_ids", self.logprob_token_ids))
         put(self, "bad_words", _bad_words(self.bad_words))
         put(self, "bad_words_token_ids", _id_sequences(self.bad_words_token_ids))
         if self.allowed_token_ids is not None:
@@ -96,6 +99,10 @@ class SamplingParams:
                 )
         if self.logit_bias is not None:
             put(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.logprob_token_ids and self.logprobs is None:
+            raise InvalidRequestError(
+                "logprob_token_ids needs logprobs, which may be 0", "logprob_token_ids"
+            )
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", "stop")
 
@@ -128,6 +135,7 @@ class SamplingParams:
         named = {
             "stop_token_ids": self.stop_token_ids or (),
             "allowed_token_ids": self.allowed_token_ids or (),
+            "logprob_token_ids": self.logprob_token_ids or (),
             "logit_bias": self.logit_bias or (),
             "bad_words_token_ids": [i for seq in self.bad_words_token_ids or () for i in seq],
         }

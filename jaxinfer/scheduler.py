@@ -22,7 +22,14 @@ from jaxinfer.config import SCHEDULING_POLICIES
 from jaxinfer.errors import InvalidRequestError, QueueFullError
 from jaxinfer.page_groups import PageGroups, WindowPool
 from jaxinfer.page_pool import PagePool, extend_hashes
-from jaxinfer.request import FinishReason, Request, RequestStatus, TokenLogprobs, TokenOutput
+from jaxinfer.request import (
+    FinishReason,
+    Pooling,
+    Request,
+    RequestStatus,
+    TokenLogprobs,
+    TokenOutput,
+)
 
 
 class Scheduler:
@@ -74,6 +81,11 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._live)
+
+    def num_computed_tokens(self, request_id: str) -> int | None:
+        """Return how many tokens of a live request are computed or in flight, else None."""
+        request = self._live.get(request_id)
+        return None if request is None else request.num_computed_tokens
 
     def add(self, request: Request) -> None:
         """Queue a request. Once accepted it will finish: it fits, if need be alone.
@@ -161,6 +173,11 @@ class Scheduler:
                 entries = result.prompt_logprobs.get(row.request.request_id, ())
                 # By position: a chunk that was computed again replaces its entries.
                 row.request.prompt_logprobs[row.start + 1 :] = entries
+        for row in plan.rows if result.pooled else ():
+            part = result.pooled.get(row.request.request_id)
+            if part is not None and row.is_current:
+                so_far = row.request.pooled
+                row.request.pooled = part if so_far is None else so_far + part
         outputs = []
         for row, token_ids, corrupted, logprobs in zip(
             plan.sampling_rows, result.token_ids, result.corrupted, result.logprobs, strict=True
@@ -281,6 +298,8 @@ class Scheduler:
         pool = self.page_pool
         if not pool.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return []  # logprobs of the prompt need the logits of all its tokens
+        if request.pooling is Pooling.MEAN:
+            return []  # the pages hold keys and values, not the hidden states to be averaged
         # Even if all is found, the last token has to be computed, for the logits it yields.
         return self._hash_pages(request, (request.num_tokens - 1) // pool.page_size)
 
@@ -306,6 +325,8 @@ class Scheduler:
         token_ids: tuple[int, ...],
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> TokenOutput:
+        if request.pooling is not None:
+            return self._emit_pooled(request)
         finish_reason, stop_reason, count = None, None, 0
         for token_id in token_ids:
             request.append(token_id)
@@ -328,6 +349,19 @@ class Scheduler:
             output.finish_reason, output.stop_reason = finish_reason, stop_reason
             self._finish(request, finish_reason)
         return output
+
+    def _emit_pooled(self, request: Request) -> TokenOutput:
+        """End a request for a vector: the prompt is computed, and the token behind it unwanted."""
+        count = request.num_prompt_tokens if request.pooling is Pooling.MEAN else 1
+        vector = request.pooled / count
+        self._finish(request, FinishReason.STOP)
+        return TokenOutput(
+            request_id=request.request_id,
+            finish_reason=FinishReason.STOP,
+            num_cached_tokens=request.num_cached_tokens,
+            first_scheduled_time=request.first_scheduled_time,
+            pooled=vector,
+        )
 
     def _fail(self, request: Request) -> TokenOutput:
         """End a request that has no next token; nobody shall find what it computed."""

@@ -7,6 +7,7 @@ Five kinds, whose variants add instead of multiply:
     decode    keyed by B: both of them in a loop, for rows of one token that need no host in between
     rows      keyed by T: picks the hidden states of prompt tokens to be scored
     score     one: those hidden states → head → log-probabilities
+    pool      keyed by T: hidden states → their sums by request
 """
 
 from __future__ import annotations
@@ -207,6 +208,7 @@ class StepPrograms:
                 **self._variants("sampler", self._lower_sampler, config.row_buckets),
                 ("score",): self._lower_score,
                 **self._variants("rows", self._lower_rows, config.token_buckets),
+                **self._variants("pool", self._lower_pool, config.token_buckets),
             }
         )
 
@@ -346,6 +348,15 @@ class StepPrograms:
         return jax.jit(lambda hidden, indices: hidden[indices], out_shardings=self._whole).lower(
             hidden, self._array((SCORED_TOKENS,))
         )
+
+    def _lower_pool(self, T: int) -> jax.stages.Lowered:
+        hidden = self._array((T, self._hidden_size), self.config.dtype)
+        return jax.jit(self._pool_step, out_shardings=self._whole).lower(hidden, self._array((T,)))
+
+    def _pool_step(self, hidden: jax.Array, slots: jax.Array) -> jax.Array:
+        """Return float32 [max_num_seqs, D]: sums by slot; tokens of no slot have the number B."""
+        B = self.config.max_num_seqs
+        return jax.ops.segment_sum(hidden.astype(jnp.float32), slots, num_segments=B + 1)[:B]
 
     def _lower_score(self) -> jax.stages.Lowered:
         hidden = self._array((SCORED_TOKENS, self._hidden_size), self.config.dtype)

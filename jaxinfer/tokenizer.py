@@ -196,16 +196,24 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
-        """Return the conversation as text; see `jaxinfer.chat_template.ChatTemplate.render`."""
-        if not self._chat_templates:
+        """Return the conversation as text; see `jaxinfer.chat_template.ChatTemplate.render`.
+
+        With `chat_template`, Jinja source, that one is used instead of the model's.
+        """
+        if chat_template is not None:
+            variables = {f"{role}_token": token for role, token in self._special_tokens.items()}
+            template = ChatTemplate(chat_template, variables)
+        elif not self._chat_templates:
             raise ChatTemplateError(
                 "this model has no chat template, so it cannot take messages; "
                 "send a prompt to completions instead"
             )
-        name = "tool_use" if tools and "tool_use" in self._chat_templates else "default"
-        template = self._chat_templates.get(name) or next(iter(self._chat_templates.values()))
+        else:
+            name = "tool_use" if tools and "tool_use" in self._chat_templates else "default"
+            template = self._chat_templates.get(name) or next(iter(self._chat_templates.values()))
         return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,

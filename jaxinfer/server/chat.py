@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar, cast
+from typing import ClassVar
 
 from starlette.responses import Response
 
-from jaxinfer.errors import InvalidRequestError
+from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.call import Call
+from jaxinfer.server.client_words import client_words
 from jaxinfer.server.completions import JSON
-from jaxinfer.server.logprobs import prompt_logprobs
+from jaxinfer.server.logprobs import choice_formatter, prompt_logprobs
+from jaxinfer.server.off_loop import off_loop_if_many
 from jaxinfer.server.prompt_batch import Delta, EncodedPrompt, PromptBatch
 from jaxinfer.server.protocol import ChatCompletionRequest
 from jaxinfer.server.responses import (
@@ -30,34 +32,32 @@ class ChatCall(Call[ChatCompletionRequest]):
     """One request to `/v1/chat/completions`."""
 
     id_prefix: ClassVar[str] = "chatcmpl"
+    schema: ClassVar[type[ChatCompletionRequest]] = ChatCompletionRequest
 
     async def respond(self) -> Response:
-        """Return the answer, whole or as a stream. Errors as for completions."""
-        try:
+        """Return the answer, whole or as a stream. Errors: `Call.respond`."""
+        with client_words(prompt="messages", max_tokens=self.body.limit_name):
             return await self._respond()
-        except InvalidRequestError as error:
-            # The client knows the fields by the names that it used.
-            if error.param == "prompt":
-                raise InvalidRequestError(str(error), "messages") from error
-            if error.param == "max_tokens" and self.body.max_completion_tokens is not None:
-                name = "max_completion_tokens"
-                raise InvalidRequestError(str(error).replace("max_tokens", name), name) from error
-            raise
 
     async def _respond(self) -> Response:
-        prompt = await self._encode()
-        params = self.body.sampling_params(
-            self.model.generation_config, self.engine.config.max_logprobs
-        )
+        prompt = await self._prompt()
+        params = self._params()
         batch = self.batch([prompt], params)
         if self.body.stream:
-            return await stream_response(self.receive, self._events(batch))
+            return await stream_response(
+                self.receive, self._events(batch), ping_interval_s=self.ping_interval_s()
+            )
         choices = await until_disconnect(self.receive, batch.choices())
+        return await off_loop_if_many(batch.num_logprobs(choices), self._answer, batch, choices)
+
+    def _answer(self, batch: PromptBatch, choices: Sequence[Delta]) -> Response:
+        [prompt] = batch.prompts
         answer = ChatCompletion(
             **self.envelope,
             object="chat.completion",
             choices=[self._choice(choice) for choice in choices],
             usage=batch.usage(),
+            timings=batch.timings(),
         )
         if self.body.return_token_ids:
             answer.prompt_token_ids = prompt.token_ids
@@ -68,19 +68,22 @@ class ChatCall(Call[ChatCompletionRequest]):
             )
         return Response(answer.model_dump_json(exclude_unset=True), media_type=JSON)
 
-    async def _encode(self) -> EncodedPrompt:
+    async def _prompt(self) -> EncodedPrompt:
         body = self.body
-        rendered = await self.engine.chat_prompt(
+        return await self.encode_chat(
             body.messages,
+            truncation=body.cut_rule(self.engine.max_model_len, body.num_reserved_tokens),
+            add_special_tokens=bool(body.add_special_tokens),
             add_generation_prompt=body.generation_prompt,
             continue_final_message=bool(body.continue_final_message),
+            **self.template_of(body.chat_template),
             **(body.chat_template_kwargs or {}),
         )
-        prompt = cast(dict[str, Any], rendered)
-        text, ids = prompt["prompt"], prompt["prompt_token_ids"]
-        if body.add_special_tokens:
-            ids = await self.engine.encode(text, add_special_tokens=True)
-        return EncodedPrompt(token_ids=ids, text=text)
+
+    def _params(self) -> SamplingParams:
+        return self.body.sampling_params(
+            self.model.generation_config, self.engine.config.max_logprobs
+        )
 
     @property
     def _echo(self) -> str:
@@ -103,21 +106,35 @@ class ChatCall(Call[ChatCompletionRequest]):
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not self.body.logprobs:
             return None
-        return self.formatter(self.body.top_logprobs).chat(delta.token_ids, delta.logprobs)
+        formatter = choice_formatter(self.engine, self.body, self.body.top_logprobs)
+        return formatter.chat(delta.token_ids, delta.logprobs)
 
     async def _events(self, batch: PromptBatch) -> AsyncGenerator[bytes]:
+        num_open = batch.num_choices
         async with aclosing(batch.deltas()) as deltas:
             async for delta in deltas:
+                if delta.progress is not None:
+                    chunk = self._chunk(batch)
+                    chunk.prompt_progress = delta.progress
+                    yield event(chunk, exclude_unset=True)
+                    continue
+                num_open -= delta.finish_reason is not None
                 for choice in self._chunk_choices(delta):
-                    yield event(self._chunk(batch, choice), exclude_unset=True)
+                    ends = choice.finish_reason is not None and not num_open
+                    chunk = self._chunk(batch, choice)
+                    if self.body.timings_per_token or (ends and not self.body.include_usage):
+                        chunk.timings = batch.timings()
+                    yield event(chunk, exclude_unset=True)
         if self.body.include_usage:
-            chunk = ChatChunk(
-                **self.envelope, object="chat.completion.chunk", choices=[], usage=batch.usage()
-            )
+            chunk = self._chunk(batch)
+            chunk.usage, chunk.timings = batch.usage(), batch.timings()
             yield event(chunk, exclude_unset=True)
 
-    def _chunk(self, batch: PromptBatch, choice: ChatChunkChoice) -> ChatChunk:
-        chunk = ChatChunk(**self.envelope, object="chat.completion.chunk", choices=[choice])
+    def _chunk(self, batch: PromptBatch, choice: ChatChunkChoice | None = None) -> ChatChunk:
+        choices = [] if choice is None else [choice]
+        chunk = ChatChunk(**self.envelope, object="chat.completion.chunk", choices=choices)
+        if choice is None:
+            return chunk
         if self.body.continuous_usage:
             chunk.usage = batch.usage()
         if self.body.return_token_ids and choice.delta.role is not None:

@@ -11,7 +11,9 @@ from starlette.responses import Response
 
 from jaxinfer.outputs import Logprob
 from jaxinfer.server.call import Call
-from jaxinfer.server.logprobs import TextOffsets, prompt_logprobs
+from jaxinfer.server.client_words import client_words
+from jaxinfer.server.logprobs import TextOffsets, choice_formatter, prompt_logprobs
+from jaxinfer.server.off_loop import off_loop_if_many
 from jaxinfer.server.prompt_batch import Delta, EncodedPrompt, PromptBatch
 from jaxinfer.server.protocol import CompletionRequest
 from jaxinfer.server.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -25,17 +27,22 @@ class CompletionCall(Call[CompletionRequest]):
     """One request to `/v1/completions`."""
 
     id_prefix: ClassVar[str] = "cmpl"
+    schema: ClassVar[type[CompletionRequest]] = CompletionRequest
 
     _offsets: dict[int, TextOffsets] = field(default_factory=dict, init=False)
 
     async def respond(self) -> Response:
-        """Return the answer, whole or as a stream.
+        """Return the answer, whole or as a stream. Errors: `Call.respond`."""
+        with client_words(max_tokens=self.body.limit_name):
+            return await self._respond()
 
-        Raises:
-            InvalidRequestError, QueueFullError, EngineDeadError, ClientDisconnect,
-            GenerationFailedError: Mapped to statuses by `errors`.
-        """
-        prompts = [await self._encode(prompt) for prompt in self.body.prompt]
+    async def _respond(self) -> Response:
+        truncation = self.body.cut_rule(self.engine.max_model_len, self.body.num_reserved_tokens)
+        prompts = await self.encode_prompts(
+            self.body.prompt,
+            add_special_tokens=self.body.add_special_tokens is not False,
+            truncation=truncation,
+        )
         longest = max(len(prompt.token_ids) for prompt in prompts)
         params = self.body.sampling_params(
             self.model.generation_config,
@@ -44,28 +51,44 @@ class CompletionCall(Call[CompletionRequest]):
         )
         batch = self.batch(prompts, params)
         if self.body.stream:
-            return await stream_response(self.receive, self._events(batch))
+            return await stream_response(
+                self.receive, self._events(batch), ping_interval_s=self.ping_interval_s()
+            )
         choices = await until_disconnect(self.receive, batch.choices())
+        return await off_loop_if_many(batch.num_logprobs(choices), self._answer, batch, choices)
+
+    def _answer(self, batch: PromptBatch, choices: Sequence[Delta]) -> Response:
         answer = Completion(
             **self.envelope,
             choices=[self._choice(batch, choice) for choice in choices],
             usage=batch.usage(generated=not self.body.only_echo),
+            timings=batch.timings(),
         )
-        return Response(answer.model_dump_json(), media_type=JSON)
+        return Response(answer.model_dump_json(exclude={"prompt_progress"}), media_type=JSON)
 
     async def _events(self, batch: PromptBatch) -> AsyncGenerator[bytes]:
         generated = not self.body.only_echo
+        num_open = batch.num_choices
         async with aclosing(batch.deltas()) as deltas:
             async for delta in deltas:
+                if delta.progress is not None:
+                    yield _event(
+                        Completion(**self.envelope, choices=[], prompt_progress=delta.progress)
+                    )
+                    continue
+                num_open -= delta.finish_reason is not None
                 if not self._worth_sending(delta):
                     continue
                 chunk = Completion(**self.envelope, choices=[self._choice(batch, delta)])
                 if self.body.continuous_usage:
                     chunk.usage = batch.usage(generated=generated)
-                yield event(chunk)
+                if self.body.timings_per_token or not (num_open or self.body.include_usage):
+                    chunk.timings = batch.timings()
+                yield _event(chunk)
         if self.body.include_usage:
             usage = batch.usage(generated=generated)
-            yield event(Completion(**self.envelope, choices=[], usage=usage))
+            last = Completion(**self.envelope, choices=[], usage=usage, timings=batch.timings())
+            yield _event(last)
 
     def _worth_sending(self, delta: Delta) -> bool:
         """A token whose text is held back says nothing yet, unless it is asked for by id."""
@@ -129,17 +152,17 @@ class CompletionCall(Call[CompletionRequest]):
             all_entries = (batch.prompt_logprobs[delta.prompt_index] or []) + all_entries
             offsets = of_choice.of_prompt(prompt.token_ids, self._prompt_text(prompt))
         offsets += of_choice.of_output(token_ids)
-        return self.formatter(self.body.logprobs).completion(all_ids, all_entries, offsets)
-
-    async def _encode(self, prompt: str | list[int]) -> EncodedPrompt:
-        if isinstance(prompt, list):
-            return EncodedPrompt(token_ids=prompt)
-        add = self.body.add_special_tokens is not False
-        ids = await self.engine.encode(prompt, add_special_tokens=add)
-        return EncodedPrompt(token_ids=ids, text=prompt)
+        formatter = choice_formatter(self.engine, self.body, self.body.logprobs)
+        return formatter.completion(all_ids, all_entries, offsets)
 
     def _prompt_text(self, prompt: EncodedPrompt) -> str:
-        if prompt.text is not None:
+        if prompt.text is not None and not prompt.truncated:
             return prompt.text
         skip = self.body.skip_special_tokens is not False
         return self.engine.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
+
+
+def _event(chunk: Completion) -> bytes:
+    """Return a chunk with all of its fields, as vLLM sends it, but without llama.cpp's if unset."""
+    unset = {name for name in ("timings", "prompt_progress") if getattr(chunk, name) is None}
+    return event(chunk, exclude=unset)

@@ -33,11 +33,30 @@ MAX_PARAM_CHARS = 100
 # The words are vLLM's where it has one.
 ERROR_TYPES = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     413: "PayloadTooLargeError",
+    429: "RateLimitError",
+    431: "HeadersTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+
+
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -49,6 +68,18 @@ class UnavailableError(JaxinferError):
     """The server takes no requests now: the model loads, or the server shuts down; HTTP 503."""
 
 
+class UnauthorizedError(JaxinferError):
+    """The request bears no key, or one that is not valid here; HTTP 401."""
+
+
+class TooManyStreamsError(JaxinferError):
+    """As many streams are open as the server allows; the same request may succeed later. 429."""
+
+
+class OutOfTimeError(JaxinferError):
+    """The request took longer than the server allows; HTTP 504."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ErrorReply:
     """What the client is told.
@@ -58,26 +89,37 @@ class ErrorReply:
         message: One or two sentences: expected, got, what to do.
         param: The field at fault, if one is.
         headers: Extra response headers.
+        kind: The `type` of the body, if it is not the one that the status implies.
+        code: The `code` of the body, if it is not the status.
     """
 
     status: int
     message: str
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
+    kind: str | None = None
+    code: str | None = None
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body."""
         error = {
             "message": _printable(self.message, MAX_MESSAGE_CHARS),
-            "type": ERROR_TYPES.get(self.status, "APIError"),
+            "type": self.kind or ERROR_TYPES.get(self.status, "APIError"),
             "param": self.param and _printable(self.param, MAX_PARAM_CHARS),
-            "code": self.status,
+            "code": self.code or self.status,
         }
         return {"error": error}
 
-    def response(self) -> Response:
-        """Return the whole response."""
-        return JSONResponse(self.body(), self.status, dict(self.headers))
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the JSON body in Anthropic's dialect, which does not name the field."""
+        kind = ANTHROPIC_TYPES.get(self.status, "api_error")
+        message = _printable(self.message, MAX_MESSAGE_CHARS)
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+    def response(self, path: str = "") -> Response:
+        """Return the whole response, in the dialect of the path."""
+        body = self.anthropic_body() if path.startswith(ANTHROPIC_PATH) else self.body()
+        return JSONResponse(body, self.status, dict(self.headers))
 
 
 def error_reply(exc: BaseException) -> ErrorReply:
@@ -90,6 +132,21 @@ def error_reply(exc: BaseException) -> ErrorReply:
             return ErrorReply(status=400, message=str(exc), param=exc.param)
         case QueueFullError() | UnavailableError():
             return ErrorReply(status=503, message=str(exc), headers=retry)
+        case TooManyStreamsError():
+            return ErrorReply(status=429, message=str(exc), headers=retry)
+        case OutOfTimeError():
+            # OpenAI's clients would ask again, and wait as long once more.
+            headers = {"X-Should-Retry": "false"}
+            return ErrorReply(status=504, message=str(exc), headers=headers)
+        case UnauthorizedError():
+            # OpenAI's words: clients look at both.
+            return ErrorReply(
+                status=401,
+                message=str(exc),
+                headers={"WWW-Authenticate": "Bearer"},
+                kind="invalid_request_error",
+                code="invalid_api_key",
+            )
         case EngineDeadError():
             # Its message tells operators what broke, perhaps with paths; it is in the log.
             message = "The engine has stopped after an internal error; restart the server."
@@ -110,7 +167,7 @@ async def handle_error(request: Request, exc: Exception) -> Response:
     if isinstance(exc, JaxinferError):
         log_error(exc, getattr(request.state, "request_id", None))
     # Anything else that is unexpected is raised again behind us and logged by uvicorn.
-    return error_reply(exc).response()
+    return error_reply(exc).response(request.url.path)
 
 
 def log_error(exc: BaseException, request_id: str | None) -> None:

@@ -6,10 +6,12 @@ JSON has no infinities: they are written -9999.0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.detokenizer import Detokenizer
 from jaxinfer.outputs import Logprob
+from jaxinfer.server.protocol import RequestFields
 from jaxinfer.server.responses import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -33,12 +35,21 @@ class LogprobFormatter:
         tokenizer: Spells tokens.
         num_top: How many of the likeliest are shown at each position.
         as_token_ids: Spell a token as `token_id:123`: two ids may have the same text.
+        always: Token ids that are shown at each position, however unlikely.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, num_top: int, as_token_ids: bool):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        num_top: int,
+        as_token_ids: bool = False,
+        always: Collection[int] = (),
+    ):
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._as_token_ids = as_token_ids
+        self._always = frozenset(always)
 
     def completion(
         self, token_ids: Sequence[int], entries: Sequence[Entry | None], offsets: Sequence[int]
@@ -61,7 +72,7 @@ class LogprobFormatter:
                 continue
             own = finite(entry[token_id].logprob)
             top = {token: own}
-            for i, candidate in _likeliest(entry, self._num_top):
+            for i, candidate in self._shown(entry):
                 name, value = self._spell(i), finite(candidate.logprob)
                 # Two ids of one spelling share a key; the likelier one is what readers look for.
                 top[name] = max(value, top.get(name, value))
@@ -74,13 +85,20 @@ class LogprobFormatter:
         content = []
         for token_id, entry in zip(token_ids, entries, strict=False):
             own = self._top(token_id, entry[token_id])
-            top = [self._top(i, lp) for i, lp in _likeliest(entry, self._num_top)]
+            top = [self._top(i, lp) for i, lp in self._shown(entry)]
             content.append(
                 TokenLogprob(
                     token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top
                 )
             )
         return ChatLogprobs(content=content)
+
+    def _shown(self, entry: Entry) -> list[tuple[int, Logprob]]:
+        top = _likeliest(entry, self._num_top)
+        if not self._always:
+            return top
+        shown = {i for i, _ in top}
+        return top + [(i, lp) for i, lp in entry.items() if i in self._always - shown]
 
     def _top(self, token_id: int, logprob: Logprob) -> TopLogprob:
         # The real bytes, not those of U+FFFD: clients join them to characters that span tokens.
@@ -137,6 +155,18 @@ class TextOffsets:
             offsets.append(self._num_chars)
             self._num_chars += len(self._output.push([token_id]))
         return offsets
+
+
+def choice_formatter(
+    engine: AsyncEngine, body: RequestFields, num_top: int | None
+) -> LogprobFormatter:
+    """Return the formatter that a request asks for."""
+    return LogprobFormatter(
+        engine.tokenizer,
+        num_top=num_top or 0,
+        as_token_ids=bool(body.return_tokens_as_token_ids),
+        always=body.logprob_token_ids or (),
+    )
 
 
 def prompt_logprobs(

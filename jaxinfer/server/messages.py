@@ -13,6 +13,36 @@ from jaxinfer.errors import InvalidRequestError
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _UNSUPPORTED = ("tool_calls", "function_call", "tool_call_id", "audio")
+# For the OpenAPI document; `to_template_messages` says more.
+MESSAGES_SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 1,
+    "items": {
+        "type": "object",
+        "required": ["role", "content"],
+        "properties": {
+            "role": {"enum": list(ROLES)},
+            "content": {
+                "anyOf": [
+                    {"type": "string"},
+                    {
+                        "type": "array",
+                        "minItems": 1,
+                        "items": {
+                            "type": "object",
+                            "required": ["type", "text"],
+                            "properties": {
+                                "type": {"const": "text"},
+                                "text": {"type": "string"},
+                            },
+                        },
+                    },
+                ]
+            },
+            "name": {"type": "string"},
+        },
+    },
+}
 # Joined as vLLM does for templates that expect a string.
 PART_SEPARATOR = "\n"
 

@@ -14,18 +14,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxinfer.async_engine import AsyncEngine
-from jaxinfer.outputs import CompletionOutput, Logprob
+from jaxinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.errors import GenerationFailedError
-from jaxinfer.server.responses import PromptTokensDetails, Usage
+from jaxinfer.server.responses import PromptProgress, PromptTokensDetails, Timings, Usage
+from jaxinfer.server.timings import request_progress, request_timings
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPrompt:
-    """A prompt as the engine runs it, with its text if the caller sent text."""
+    """A prompt as the engine runs it, with its text if the caller sent text.
+
+    Attributes:
+        token_ids: What runs.
+        text: As the caller sent it, or as the chat template wrote it.
+        truncated: Whether it was cut; None if that was not allowed.
+    """
 
     token_ids: list[int]
     text: str | None = None
+    truncated: bool | None = None
 
     def for_engine(self) -> dict[str, Any]:
         """Return what `AsyncEngine.generate` takes."""
@@ -45,6 +53,7 @@ class Delta:
         logprobs: Per new token, if asked for.
         finish_reason: On the last delta of the choice.
         stop_reason: The stop string or token id that ended it.
+        progress: How far the prompt is; then it is all that the delta tells.
     """
 
     index: int
@@ -55,6 +64,7 @@ class Delta:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    progress: PromptProgress | None = None
 
     def extend(self, newer: Delta) -> None:
         """Take in the next delta of the same choice."""
@@ -74,6 +84,7 @@ class PromptBatch:
         response_id: Names the engine's requests, for its log.
         priority: Lower runs first under the "priority" policy.
         cache_salt: Prefix pages are shared only among equal salts.
+        progress: Tell of long prompts while they are computed.
 
     Attributes:
         prompt_logprobs: Per prompt, known before its first delta if asked for.
@@ -88,6 +99,7 @@ class PromptBatch:
         response_id: str,
         priority: int = 0,
         cache_salt: str = "",
+        progress: bool = False,
     ):
         self.prompts = prompts
         self.params = params
@@ -97,6 +109,8 @@ class PromptBatch:
         self._id = f"{response_id}-{uuid.uuid4().hex[:8]}"
         self._priority = priority
         self._cache_salt = cache_salt
+        self._progress = progress
+        self._latest: dict[int, RequestOutput] = {}
         self._num_generation_tokens = 0
         self._num_cached_tokens = [0] * len(prompts)
         self._started: set[int] = set()
@@ -109,12 +123,26 @@ class PromptBatch:
         """Return the tokens so far. `generated=False` leaves out output that is not returned."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self.prompts)
         num_generated = self._num_generation_tokens if generated else 0
+        allowed = [p.truncated for p in self.prompts if p.truncated is not None]
+        details = PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens))
+        if allowed:
+            details.truncated = any(allowed)
         return Usage(
             prompt_tokens=num_prompt,
             completion_tokens=num_generated,
             total_tokens=num_prompt + num_generated,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._num_cached_tokens)),
+            prompt_tokens_details=details,
         )
+
+    def timings(self) -> Timings:
+        """Return where the time went so far, in llama.cpp's words."""
+        return request_timings(self._latest.values(), self._num_generation_tokens)
+
+    def num_logprobs(self, choices: Sequence[Delta]) -> int:
+        """Return how many log-probabilities an answer with these choices may show."""
+        positions = sum(len(entries or ()) for entries in self.prompt_logprobs)
+        positions += sum(len(choice.logprobs) for choice in choices)
+        return positions * (1 + max(0, self.params.num_logprobs))
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Yield what is new, of whichever choice, until all have ended.
@@ -135,6 +163,8 @@ class PromptBatch:
         whole: dict[int, Delta] = {}
         async with aclosing(self.deltas()) as deltas:
             async for delta in deltas:
+                if delta.progress is not None:
+                    continue
                 if delta.index in whole:
                     whole[delta.index].extend(delta)
                 else:
@@ -149,12 +179,18 @@ class PromptBatch:
             priority=self._priority,
             cache_salt=self._cache_salt,
             delta=True,
+            progress=self._progress,
         )
         # Sample 0 brings the prompt's log-probabilities; another sample may be faster.
         waits = self.params.prompt_logprobs is not None
         held: list[Delta] = []
         async with aclosing(stream):
             async for output in stream:
+                self._latest[prompt_index] = output
+                if output.num_computed_tokens is not None:
+                    progress = request_progress(output)
+                    yield Delta(index=0, prompt_index=prompt_index, progress=progress)
+                    continue
                 self._num_cached_tokens[prompt_index] = output.num_cached_tokens
                 held += [self._delta(prompt_index, sample) for sample in output.outputs]
                 if output.prompt_logprobs is not None:

@@ -6,17 +6,67 @@ some clients test a chat chunk for the presence of `usage`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_serializer
 
 type PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class PromptTokensDetails(BaseModel):
-    """Where the prompt tokens came from."""
+    """Where the prompt tokens came from.
+
+    Attributes:
+        cached_tokens: How many were found in the prefix cache.
+        truncated: Whether the prompt was cut; sent only where the request allowed it.
+    """
 
     cached_tokens: int
+    truncated: bool | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out(self, serialize: Any) -> dict[str, Any]:
+        return {k: v for k, v in serialize(self).items() if v is not None}
+
+
+class Timings(BaseModel):
+    """Where the time of a request went; llama.cpp's names. Queueing is counted nowhere but there.
+
+    Attributes:
+        queue_ms: Arrival to the first step.
+        cache_n: Prompt tokens that needed no computing.
+        prompt_n: Prompt tokens computed.
+        prompt_ms: First step to first token.
+        predicted_n: Tokens produced.
+        predicted_ms: First token to last token.
+    """
+
+    queue_ms: float
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class PromptProgress(BaseModel):
+    """How far a prompt is; llama.cpp's names.
+
+    Attributes:
+        total: Its tokens.
+        cache: How many of them needed no computing.
+        processed: How many are done, those included.
+        time_ms: Since it first ran.
+    """
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: float
 
 
 class Usage(BaseModel):
@@ -68,6 +118,8 @@ class Completion(BaseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     system_fingerprint: str | None = None
+    timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None
 
 
 class TopLogprob(BaseModel):
@@ -121,6 +173,7 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
+    timings: Timings
 
 
 class ChatDelta(BaseModel):
@@ -152,3 +205,5 @@ class ChatChunk(BaseModel):
     usage: Usage | None = None
     system_fingerprint: str
     prompt_token_ids: list[int] | None = None
+    timings: Timings | None = None
+    prompt_progress: PromptProgress | None = None

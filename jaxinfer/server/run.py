@@ -7,52 +7,51 @@ and a client a clear word instead of a refused connection.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
+import resource
 import signal
-import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvicorn
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import JaxinferError
+from jaxinfer.errors import ConfigError, JaxinferError
+from jaxinfer.server.access_log import configure_logging
 from jaxinfer.server.app import create_app
-from jaxinfer.server.state import ServerOptions, ServerState
+from jaxinfer.server.connection import connection_class
+from jaxinfer.server.listener import BACKLOG, listen, remove_unix_socket, tls_settings, url_of
+from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.state import ServerState
 
 if TYPE_CHECKING:
     from jaxinfer.loading import LoadedModel
 
 logger = logging.getLogger("jaxinfer.server")
 
-BACKLOG = 2048
 EXIT_LOAD_FAILED = 2
 EXIT_FORCED = 130
+# What requests that were cut at the end of draining have to tell their clients so.
+LAST_WORDS_S = 2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(
     config: EngineConfig,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    log_level: str = "info",
-    access_log: bool = True,
     options: ServerOptions | None = None,
+    *,
     load: Callable[[EngineConfig], LoadedModel] | None = None,
 ) -> None:
     """Serve until a signal comes: SIGINT or SIGTERM drains, a second one ends at once.
 
     Args:
         config: What to load.
-        host: Address to listen on.
-        port: 0 takes a free one.
-        log_level: "debug", "info", "warning" or "error".
-        access_log: One line per response.
         options: Settings of the HTTP side.
         load: Loads the model; None for `jaxinfer.loading.load`.
 
@@ -60,36 +59,58 @@ def serve(
         SystemExit: With code 2 if the port cannot be opened or the model cannot be loaded.
     """
     options = options or ServerOptions()
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    # uvicorn's own "running on" line comes before the model is ready, and would mislead.
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    listener = _listen(host, port)
-    state = ServerState(options)
-    server = Server(
-        uvicorn.Config(
-            create_app(state),
-            log_config=None,
-            access_log=access_log,
-            lifespan="off",
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=max(1, round(options.drain_timeout_s)),
-            server_header=False,
-            ws="none",
-        ),
-        state,
-    )
-    url = _url(listener)
-    logger.info("listening on %s, loading the model", url)
+    configure_logging(options.log_level, options.log_format)
+    _allow_many_connections()
+    try:
+        state = ServerState(options)
+        server = make_server(state)
+        listener = listen(options)
+    except ConfigError as error:
+        sys.stderr.write(f"jaxinfer: {error}\n")
+        raise SystemExit(EXIT_LOAD_FAILED) from None
+    url = url_of(listener, options)
+    logger.info("listening on %s, loading the model", options.uds or url)
+    _warn_if_open_to_all(options)
     loading = _Loading(load or _load, config, state, server, url)
     loading.start()
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        remove_unix_socket(options)
     _finish(state, loading)
 
 
+def make_server(state: ServerState) -> Server:
+    """Return the server of a state, which listens on nothing yet.
+
+    Raises:
+        ConfigError: Keys or certificates cannot be read.
+    """
+    options = state.options
+    settings: dict[str, Any] = tls_settings(options)
+    return Server(
+        uvicorn.Config(
+            create_app(state),
+            http=connection_class(options.receive_timeout_s, options.send_timeout_s),
+            h11_max_incomplete_event_size=options.max_header_bytes,
+            timeout_keep_alive=options.keep_alive_timeout_s,  # pyrefly: ignore[bad-argument-type]
+            timeout_graceful_shutdown=LAST_WORDS_S,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            backlog=BACKLOG,
+            server_header=False,
+            ws="none",
+            **settings,
+        ),
+        state,
+    )
+
+
 class Server(uvicorn.Server):
-    """uvicorn with our word on signals: any second one ends at once, and none is raised again.
+    """uvicorn with our word on signals and on draining.
+
+    It listens on while it drains, so that probes and new clients get an answer: 503.
 
     Args:
         config: uvicorn's settings.
@@ -99,11 +120,27 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState):
         super().__init__(config)
         self._state = state
+        self._drained_by: float | None = None
 
     def stop(self) -> None:
         """Drain and end. Callable from any thread."""
         self._state.drain()
-        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether it is time to end; called ten times a second."""
+        if await super().on_tick(counter):
+            return True
+        if not self._state.draining:
+            return False
+        if self._drained_by is None:
+            self._drained_by = time.monotonic() + self._state.options.drain_timeout_s
+        if self._state.num_in_flight == 0:
+            return True
+        if time.monotonic() < self._drained_by:
+            return False
+        logger.warning("%d requests are cut: the time is over", self._state.num_in_flight)
+        self._state.deadlines.expire()
+        return True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -120,7 +157,8 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, end at the second."""
-        if self.should_exit:
+        if self._state.draining:
+            remove_unix_socket(self._state.options)
             _exit_now(EXIT_FORCED)
         # First the flag: the second signal may come while the line below is being written.
         self.stop()
@@ -146,12 +184,12 @@ class _Loading(threading.Thread):
     def run(self) -> None:
         try:
             self._state.serve(self._load(self._config))
+            model, _ = self._state.require_model()
         except BaseException as error:  # whatever it is, the process must not stay half alive
-            self.error = error
+            self.error = None if self._state.draining else error
             self._server.stop()
             return
-        model, _ = self._state.require_model()
-        sys.stdout.write(_ready_text(self._url, model.name))
+        sys.stdout.write(_ready_text(self._url, model.name, self._state.options))
         sys.stdout.flush()
 
 
@@ -161,30 +199,31 @@ def _load(config: EngineConfig) -> LoadedModel:
     return loading.load(config, progress=True)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
-    except (OSError, OverflowError) as error:
-        sys.stderr.write(
-            f"jaxinfer: cannot listen on {host}:{port}: {error}\n"
-            "Choose another --port, or end the process that has this one.\n"
-        )
-        raise SystemExit(EXIT_LOAD_FAILED) from None
+def _allow_many_connections() -> None:
+    """Raise the limit of open files, often 1,024, to what the system grants this process."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems grant less than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    # An unspecified address is one to listen on, not one to connect to.
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{host}:{port}"
+def _warn_if_open_to_all(options: ServerOptions) -> None:
+    if options.uds is not None or options.keys() or options.ssl_ca_certs:
+        return
+    with contextlib.suppress(ValueError):  # a name; it may be anything
+        if not ipaddress.ip_address(options.host).is_loopback:
+            logger.warning(
+                "no API key is set: whoever reaches %s can use this server", options.host
+            )
 
 
-def _ready_text(url: str, model: str) -> str:
+def _ready_text(url: str, model: str, options: ServerOptions) -> str:
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    flags = f" --unix-socket {options.uds}" if options.uds else ""
+    key = "  -H 'Authorization: Bearer KEY' \\\n" if options.keys() else ""
     return (
         f"\n{model} is ready at {url}/v1\n\n"
-        f"curl {url}/v1/chat/completions \\\n"
+        f"curl{flags} {url}/v1/chat/completions \\\n"
+        f"{key}"
         "  -H 'Content-Type: application/json' \\\n"
         f"  -d '{body}'\n\n"
     )
@@ -197,8 +236,7 @@ def _finish(state: ServerState, loading: _Loading) -> None:
         raise SystemExit(EXIT_LOAD_FAILED)
     if loading.is_alive():
         _exit_now(0)
-    if state.engine is not None:
-        state.engine.shutdown()
+    state.close()
 
 
 def _exit_now(code: int) -> NoReturn:

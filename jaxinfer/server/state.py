@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import time
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -15,12 +14,14 @@ from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.server.call import ServedModel
 from jaxinfer.server.errors import UnavailableError
 from jaxinfer.server.fields import UnknownFieldLog
+from jaxinfer.server.limits import Deadlines, StreamSlots
 from jaxinfer.server.metrics import ServerMetrics, new_registry
+from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.tracing import make_tracer
+from jaxinfer.server.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from jaxinfer.loading import LoadedModel
-
-MIB = 2**20
 
 
 class Phase(enum.Enum):
@@ -28,21 +29,9 @@ class Phase(enum.Enum):
 
     LOADING = "loading"
     OK = "ok"
+    STALLED = "stalled"
     DRAINING = "shutting down"
     DEAD = "dead"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Settings of the HTTP side.
-
-    Attributes:
-        max_body_bytes: Largest request body; 413 above it.
-        drain_timeout_s: How long running requests may go on after a signal to stop.
-    """
-
-    max_body_bytes: int = 32 * MIB
-    drain_timeout_s: float = 30.0
 
 
 class ServerState:
@@ -54,12 +43,24 @@ class ServerState:
     Attributes:
         registry: Everything that `/metrics` shows.
         unknown_fields: Warns of what clients send in vain.
+        num_in_flight: Requests with a body that are being answered; the event loop's own.
+        streams: Counts those of them that are open streams; the event loop's own.
+        deadlines: Ends requests in time; the event loop's own.
+        tracer: Hears of every API request.
+
+    Raises:
+        ConfigError: Traces are asked for, and OpenTelemetry is not installed.
     """
 
     def __init__(self, options: ServerOptions | None = None):
         self.options = options or ServerOptions()
         self.registry: CollectorRegistry = new_registry()
         self.unknown_fields = UnknownFieldLog()
+        self.num_in_flight = 0
+        self.streams = StreamSlots(self.options.max_concurrent_streams)
+        self.deadlines = Deadlines(self.options.request_timeout_s)
+        self.tracer = make_tracer(self.options.otlp_traces_endpoint)
+        self._watchdog: Watchdog | None = None
         self._serving: tuple[ServedModel, ServerMetrics] | None = None
         self._draining = False
 
@@ -69,7 +70,19 @@ class ServerState:
             return Phase.DRAINING
         if self._serving is None:
             return Phase.LOADING
-        return Phase.OK if self._serving[0].engine.is_alive else Phase.DEAD
+        if not self._serving[0].engine.is_alive:
+            return Phase.DEAD
+        return Phase.STALLED if self.stalled_s else Phase.OK
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is about to end."""
+        return self._draining
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds without progress, if that is longer than it may be; else 0."""
+        return 0.0 if self._watchdog is None else self._watchdog.stalled_s
 
     @property
     def engine(self) -> AsyncEngine | None:
@@ -78,9 +91,17 @@ class ServerState:
 
     def serve(self, loaded: LoadedModel) -> None:
         """Start to answer with this model. Called once, when it is loaded and warm."""
-        metrics = ServerMetrics(self.registry, loaded.name, loaded.engine.max_model_len)
+        metrics = ServerMetrics(
+            self.registry,
+            loaded.name,
+            loaded.engine.max_model_len,
+            prefix=self.options.metrics_prefix,
+        )
         engine = AsyncEngine(loaded, observer=metrics)
         metrics.watch(engine)
+        if self.options.stall_timeout_s is not None:
+            self._watchdog = Watchdog(engine, self.options.stall_timeout_s)
+            self._watchdog.start()
         model = ServedModel(
             name=loaded.name,
             engine=engine,
@@ -93,6 +114,14 @@ class ServerState:
     def drain(self) -> None:
         """Take no new requests from now on."""
         self._draining = True
+
+    def close(self) -> None:
+        """Stop the engine and what watches it. Blocks."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self.engine is not None:
+            self.engine.shutdown()
+        self.tracer.close()
 
     def require_model(self) -> tuple[ServedModel, ServerMetrics]:
         """Return who answers.

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from jaxinfer.batch import StepPlan, StepResult
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.errors import InvalidRequestError
-from jaxinfer.request import Request, TokenLogprobs
+from jaxinfer.request import Pooling, Request, TokenLogprobs
+from jaxinfer.sampling_params import SamplingParams
 
 BOS, EOS = 256, 257
 VOCAB_SIZE = 260
@@ -55,8 +58,11 @@ class ByteTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Any = None,
+        chat_template: str | None = None,
         **kwargs: Any,
     ) -> str:
+        if chat_template is not None:
+            return chat_template
         if "fail" in kwargs:
             raise InvalidRequestError("The chat template failed: no", "messages")
         turns = [f"{m['role']}: {m['content']}" for m in messages]
@@ -98,17 +104,24 @@ class RecitingRunner:
         rows = plan.sampling_rows
         tokens = [self._token(row.request, row.end) for row in rows]
         corrupted = tuple(POISON in row.request.prompt_token_ids for row in rows)
-        widths = [row.request.params.logprobs for row in rows]
         return StepResult(
             token_ids=tuple(
                 () if bad else (token,) for token, bad in zip(tokens, corrupted, strict=True)
             ),
             corrupted=corrupted,
             logprobs=tuple(
-                None if width is None else (_logprobs(token, width),)
-                for width, token in zip(widths, tokens, strict=True)
+                None if entry is None else (entry,)
+                for entry in (
+                    _logprobs(token, row.request.params)
+                    for row, token in zip(rows, tokens, strict=True)
+                )
             ),
             prompt_logprobs=dict(filter(None, map(_prompt_logprobs, plan.rows))),
+            pooled={
+                row.request.request_id: vector_part(row.request, row.start, row.end)
+                for row in plan.rows
+                if row.request.pooling is not None
+            },
         )
 
     def fetch(self, plan: StepPlan, step: StepResult) -> StepResult:
@@ -126,11 +139,33 @@ class RecitingRunner:
         return self.reply[index] if index < len(self.reply) else EOS
 
 
-def _logprobs(token: int, num_top: int) -> TokenLogprobs:
+def vector_part(request: Request, start: int, end: int) -> np.ndarray:
+    """What the tokens [start, end) add to a prompt's vector: a hidden state is a token's digits."""
+    first = start if request.pooling is Pooling.MEAN else request.num_prompt_tokens - 1
+    states = hidden_states(list(request.prompt_token_ids[first:end]))
+    return states.sum(axis=0, dtype=np.float32)
+
+
+def hidden_states(token_ids: Sequence[int]) -> np.ndarray:
+    """Return float32 [T, 4]: what this model makes of tokens."""
+    t = np.asarray(token_ids, np.int32)
+    return np.stack([1 + t % 4, t // 4 % 4, t // 16 % 4, t // 64], axis=-1).astype(np.float32)
+
+
+def _logprobs(token: int, params: SamplingParams) -> TokenLogprobs | None:
     """The token that stands there is the second likeliest; the last alternative is impossible."""
+    num_top = params.logprobs
+    if num_top is None:
+        return None
+    return _of_token(token, num_top, [(-2.0 - i, 100) for i in params.logprob_token_ids or ()])
+
+
+def _of_token(token: int, num_top: int, asked: Sequence[tuple[float, int]] = ()) -> TokenLogprobs:
     top = ((token + 1) % 256, token, (token + 2) % 256)[:num_top]
     values = (-0.25, -0.5, -float("inf"))[:num_top]
-    return TokenLogprobs(logprob=-0.5, rank=2, top_token_ids=top, top_logprobs=values)
+    return TokenLogprobs(
+        logprob=-0.5, rank=2, top_token_ids=top, top_logprobs=values, asked=tuple(asked)
+    )
 
 
 def _prompt_logprobs(row: Any) -> tuple[str, tuple[TokenLogprobs, ...]] | None:
@@ -139,7 +174,7 @@ def _prompt_logprobs(row: Any) -> tuple[str, tuple[TokenLogprobs, ...]] | None:
     positions = range(row.start + 1, min(row.end + 1, request.num_prompt_tokens))
     if num_top is None or not positions:
         return None
-    entries = tuple(_logprobs(request.prompt_token_ids[i], num_top) for i in positions)
+    entries = tuple(_of_token(request.prompt_token_ids[i], num_top) for i in positions)
     return request.request_id, entries
 
 

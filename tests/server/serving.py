@@ -7,16 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxinfer.server.app import create_app
-from jaxinfer.server.run import Server, _listen, _url
-from jaxinfer.server.state import ServerOptions, ServerState
+from jaxinfer.server.listener import listen, url_of
+from jaxinfer.server.options import ServerOptions
+from jaxinfer.server.run import Server, make_server
+from jaxinfer.server.state import ServerState
 from tests.server.fakes import NAME, RecitingRunner, make_loaded
 
 TIMEOUT_S = 20.0
@@ -95,20 +96,30 @@ class RunningServer:
         assert response.json()["choices"][0]["text"] == "Grü"
 
 
+def events_of(text: str) -> list[tuple[str, str]]:
+    """Return the (name, data) of each event of a stream; comments are left out."""
+    blocks = text.split("\n\n")
+    assert blocks.pop() == ""
+    events = []
+    for block in blocks:
+        if block.startswith(":"):
+            continue
+        *names, data = block.split("\n")
+        assert len(names) < 2 and all(name.startswith("event: ") for name in names), block
+        assert data.startswith("data: "), block
+        name = names[0].removeprefix("event: ") if names else ""
+        events.append((name, data.removeprefix("data: ")))
+    return events
+
+
 @contextmanager
 def running_server(options: ServerOptions | None = None) -> Iterator[RunningServer]:
     """Run a server that has no model yet; stop it, and its engine, at the end."""
+    options = replace(options or ServerOptions(), port=0)
     state = ServerState(options)
-    listener = _listen("127.0.0.1", 0)
-    config = uvicorn.Config(
-        create_app(state),
-        log_config=None,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=5,
-    )
-    server = Server(config, state)
-    url = _url(listener)
+    server = make_server(state)
+    listener = listen(options)
+    url = url_of(listener, options)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     running = RunningServer(url, state, server)
@@ -119,8 +130,7 @@ def running_server(options: ServerOptions | None = None) -> Iterator[RunningServ
         running.client.close()
         server.stop()
         thread.join(TIMEOUT_S)
-        if state.engine is not None:
-            state.engine.shutdown()
+        state.close()
         assert not thread.is_alive(), "the server did not stop"
 
 

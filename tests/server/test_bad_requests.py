@@ -8,7 +8,7 @@ import socket
 import openai
 import pytest
 
-from jaxinfer.server.state import ServerOptions
+from jaxinfer.server.options import ServerOptions
 from tests.server.fakes import NAME, POISON
 from tests.server.serving import TIMEOUT_S, running_server
 
@@ -90,7 +90,13 @@ BAD_COMPLETIONS = [
     ({"logit_bias": {"1": "2"}}, "logit_bias"),
     ({"logit_bias": {"1": None}}, "logit_bias"),
     ({"logit_bias": {"1": [1]}}, "logit_bias"),
-    ({"logit_bias": [[1, 1]]}, "logit_bias"),
+    ({"logit_bias": [1, 1]}, "logit_bias"),
+    ({"logit_bias": [[1, 1, 1]]}, "logit_bias"),
+    ({"logit_bias": [["Hi", 1]]}, "logit_bias"),
+    ({"logit_bias": [[1, False]]}, "logit_bias"),
+    ({"logit_bias": [[True, 1]]}, "logit_bias"),
+    ({"logit_bias": [[-1, 1]]}, "logit_bias"),
+    ({"logit_bias": [[1, 1], [1, 2]]}, "logit_bias"),
     ({"logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias"),
     ({"allowed_token_ids": [65], "bad_words": ["A"]}, "allowed_token_ids"),
     ({"allowed_token_ids": [257], "min_tokens": 2}, "allowed_token_ids"),
@@ -122,12 +128,28 @@ BAD_COMPLETIONS = [
     ({"suffix": "end"}, "suffix"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
-    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 1.5}, "truncate_prompt_tokens"),
+    ({"truncation_side": "middle"}, "truncation_side"),
+    ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+    ({"logprob_token_ids": [260], "logprobs": 1}, "logprob_token_ids"),
+    ({"logprob_token_ids": [1] * 129, "logprobs": 1}, "logprob_token_ids"),
+    ({"sse_ping_interval": "often"}, "sse_ping_interval"),
+    ({"n_cmpl": 0}, "n_cmpl"),
+    ({"n_cmpl": 2, "n": 3}, "n_cmpl"),
+    ({"n_probs": 21}, "n_probs"),
+    ({"repeat_penalty": 1.3}, "repeat_penalty"),
+    ({"repeat_penalty": -1.0, "repeat_last_n": -1}, "repeat_penalty"),
     ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"max_completion_tokens": 2}, "max_completion_tokens"),
-    ({"n_predict": 7}, "n_predict"),
+    ({"n_predict": 7, "max_tokens": 8}, "n_predict"),
+    ({"n_predict": -2}, "n_predict"),
+    ({"n_predict": 0}, "n_predict"),
+    ({"n_predict": 10_000}, "n_predict"),
     ({"grammar": 'root ::= "a"'}, "grammar"),
     ({"store": True}, "store"),
 ]

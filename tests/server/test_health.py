@@ -16,6 +16,7 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
+from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.run import serve
 from tests.server.fakes import NAME
 from tests.server.serving import TIMEOUT_S, wait_until
@@ -28,13 +29,13 @@ SCRIPT = """
 import time
 from jaxinfer.config import EngineConfig
 from jaxinfer.server.run import serve
-from jaxinfer.server.state import ServerOptions
+from jaxinfer.server.options import ServerOptions
 from tests.server.fakes import RecitingRunner, make_loaded
 
 def load(config):
     {load}
 
-serve(EngineConfig(), port=0, load=load, options=ServerOptions(drain_timeout_s=20))
+serve(EngineConfig(), ServerOptions(port=0, drain_timeout_s=20), load=load)
 """
 LOAD = "r = RecitingRunner(); r.step_s = 0.001; return make_loaded(r, max_model_len=4096)"
 
@@ -155,7 +156,7 @@ def test_load_failure_ends_the_process_with_code_2(error, traced, capsys, caplog
         raise error
 
     with pytest.raises(SystemExit) as caught:
-        serve(EngineConfig(), port=0, load=load)
+        serve(EngineConfig(), ServerOptions(port=0), load=load)
     assert caught.value.code == 2
     assert f"the model cannot be loaded: {error}" in capsys.readouterr().err
     assert any(record.exc_info for record in caplog.records) == traced
@@ -163,7 +164,7 @@ def test_load_failure_ends_the_process_with_code_2(error, traced, capsys, caplog
 
 def test_port_in_use_is_a_clear_error(server, capsys):
     with pytest.raises(SystemExit) as caught:
-        serve(EngineConfig(), port=int(server.url.rsplit(":", 1)[1]))
+        serve(EngineConfig(), ServerOptions(port=int(server.url.rsplit(":", 1)[1])))
     assert caught.value.code == 2
     assert "Choose another --port" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.metrics import EngineStats
-from jaxinfer.server.metrics import ENGINE_SERIES
+from jaxinfer.server.engine_metrics import ENGINE_SERIES
 from tests.server.fakes import NAME, REPLY
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,7 +86,7 @@ def test_numbers_follow_a_request(own_server):
 
 
 def test_every_engine_counter_is_exported():
-    exported = {series.field for series in ENGINE_SERIES} | {"finished"}
+    exported = {series.field for series in ENGINE_SERIES} | {"finished", "tokens_per_step"}
     assert exported == {field.name for field in dataclasses.fields(EngineStats)}
 
 

@@ -25,6 +25,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.request import FinishReason
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.server.options import ServerOptions
 from jaxinfer.terminal import read_line, read_prompt
 from tests.unit.faces.fakes import FakeEngine, loaded
 
@@ -38,7 +39,7 @@ def serve_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Stands in for the HTTP server; returns what it was called with."""
     calls: list[dict[str, Any]] = []
     server = ModuleType("jaxinfer.server.run")
-    server.serve = lambda config, **where: calls.append({"config": config, **where})
+    server.serve = lambda config, options: calls.append({"config": config, "options": options})
     monkeypatch.setitem(sys.modules, "jaxinfer.server.run", server)
     return calls
 
@@ -117,7 +118,7 @@ def test_serve_without_flags_is_the_config_without_arguments(serve_calls):
     assert run("serve").exit_code == 0
     (call,) = serve_calls
     assert call["config"] == EngineConfig()
-    assert (call["host"], call["port"]) == ("127.0.0.1", 8000)
+    assert call["options"] == ServerOptions()
 
 
 def test_every_setting_is_covered_here():
