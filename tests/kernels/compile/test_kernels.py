@@ -37,15 +37,14 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def reports(toolchain: Toolchain, request: pytest.FixtureRequest) -> dict[tuple[str, str], Report]:
     """What the selected tests ask for, compiled in as few processes as possible."""
+    here = (item for item in request.session.items if item.path == request.path)
     wanted = [
-        Job(MATRIX, *item.callspec.id.rsplit("-", 1))
-        for item in request.session.items
-        if item.path == request.path
-        and "reports" in item.fixturenames
-        and hasattr(item, "callspec")
+        Job(MATRIX, item.callspec.params["name"], item.callspec.params["chip"])
+        for item in here
+        if hasattr(item, "callspec") and not item.get_closest_marker("skip")
     ]
     jobs = list(dict.fromkeys(wanted))
-    made = compile_cases(jobs, toolchain, processes=2)
+    made = compile_cases(jobs, toolchain)
     return {(report.case, report.chip): report for report in made}
 
 
