@@ -123,9 +123,8 @@ def default_prefill_tiles(key: TileKey) -> PrefillTiles:
     sizes = partial(PrefillTiles, num_warps=8, num_stages=2)
     wide = key.head_dim > 128
     if "float32" in (key.dtype, key.kv_dtype):
-        # What the assembler makes of these is hard to foresee; so many warps were found to fit.
-        warps = 8 if wide and (key.kv_dtype == key.dtype or key.generation == "sm_80") else 4
-        return sizes(block_q=16 if wide else 32, block_k=32, num_warps=warps, num_stages=1)
+        # Multiplied in three passes, from operands that are split in registers.
+        return sizes(block_q=16, block_k=16 if wide else 32, num_warps=4, num_stages=1)
     block_q = 64 if wide or key.generation == "sm_80" else 128
     # Pages of one byte are converted in registers, which then are missing elsewhere.
     scaled = key.kv_dtype in SCALED_DTYPES
