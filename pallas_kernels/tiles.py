@@ -123,20 +123,20 @@ def default_prefill_tiles(key: TileKey) -> PrefillTiles:
     sizes = partial(PrefillTiles, num_warps=8, num_stages=2)
     wide = key.head_dim > 128
     if "float32" in (key.dtype, key.kv_dtype):
-        warps = 8 if wide and key.kv_dtype == key.dtype else 4
-        return sizes(block_q=16 if wide else 32, block_k=32, num_warps=warps, num_stages=1)
+        # Multiplied in three passes, from operands that are split in registers.
+        return sizes(block_q=16, block_k=16 if wide else 32, num_warps=4, num_stages=1)
+    block_q = 64 if wide or key.generation == "sm_80" else 128
     # Pages of one byte are converted in registers, which then are missing elsewhere.
     scaled = key.kv_dtype in SCALED_DTYPES
-    if key.generation == "sm_90":
-        return sizes(block_q=128, block_k=32 if wide and scaled else 64)
-    if key.generation == "sm_100":
-        return sizes(block_q=128, block_k=32 if wide else 64)
-    return sizes(block_q=64 if wide else 128, block_k=32 if wide or scaled else 64)
+    small = scaled or (wide and key.generation != "sm_90")
+    return sizes(block_q=block_q, block_k=32 if small else 64)
 
 
 def default_decode_tiles(key: TileKey) -> DecodeTiles:
     """Return sizes that fit the shared memory and registers of every chip of the generation."""
-    block_k = 64 if key.head_dim <= 128 and key.dtype != "float32" else 32
+    block_k = 64 if key.head_dim <= 128 else 32
+    if key.dtype == "float32":
+        block_k //= 2
     return DecodeTiles(block_k=block_k, num_splits=16, num_warps=4, num_stages=2)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels.aot.case import NARROW, WIDE, Case, Program
+from pallas_kernels.aot.chips import CHIPS
 from pallas_kernels.attention import paged_attention
 from pallas_kernels.capability import FLOAT_DTYPES, SCALED_DTYPES
 from pallas_kernels.kv_pages import KVPages, has_scales
@@ -27,6 +28,7 @@ NUM_TOKENS, NUM_ROWS, MAX_PAGES, NUM_PAGES, PAGE_SIZE = 512, 16, 512, 4096, 16
 
 PREFILL, DECODE, COMBINE = "paged_prefill", "paged_decode_splits", "paged_decode_combine"
 WRITE = "write_kv"
+HOPPER_PREFILL, HOPPER_DECODE = "mosaic_paged_prefill", "mosaic_paged_decode"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,7 @@ class Attention:
         deterministic: Splits at fixed positions.
         num_pages: Of the pool.
         impl: See `pallas_kernels.paged_attention`.
+        chips: See `Case`.
         default: See `Case`.
     """
 
@@ -59,12 +62,13 @@ class Attention:
     deterministic: bool = False
     num_pages: int = NUM_PAGES
     impl: str = "triton"
+    chips: tuple[str, ...] = tuple(CHIPS)
     default: bool = False
 
     @property
     def name(self) -> str:
         """E.g. "attention bfloat16, int8 pages, H 128, G 4, window"."""
-        parts = [f"attention {self.dtype}"]
+        parts = [f"{'' if self.impl == 'triton' else f'{self.impl} '}attention {self.dtype}"]
         parts += [f"{self.kv_dtype} pages"] if self.kv_dtype else []
         parts += [f"H {self.head_dim}", f"G {self.group}"]
         flags = ("window", "softcap", "sinks", "deterministic")
@@ -73,12 +77,20 @@ class Attention:
         return ", ".join(parts)
 
     def case(self) -> Case:
-        """Compile it for every chip."""
+        """Compile it for its chips."""
+        if self.impl == "mosaic":
+            matrix = {HOPPER_PREFILL: WIDE, HOPPER_DECODE: WIDE}
+            kernels = tuple(matrix)
+        else:
+            kernels = (PREFILL, DECODE, COMBINE)
+            # Of float32 both occur: some chips have wide instructions for three passes of TF32.
+            matrix = {} if self.dtype == "float32" else {PREFILL: WIDE, DECODE: NARROW}
         return Case(
             name=self.name,
             build=self._build,
-            kernels=(PREFILL, DECODE, COMBINE),
-            matrix={} if self.dtype == "float32" else {PREFILL: WIDE, DECODE: NARROW},
+            kernels=kernels,
+            chips=self.chips,
+            matrix=matrix,
             default=self.default,
         )
 
@@ -112,6 +124,7 @@ class Attention:
 
 def cases() -> list[Case]:
     """The default ones, which together name everything once; then all combinations."""
+    hopper = Attention(impl="mosaic", chips=("h100",))
     covering = [
         Attention(),
         Attention(head_dim=64, group=8, num_kv_heads=8, window=128, sinks=True),
@@ -123,6 +136,13 @@ def cases() -> list[Case]:
         Attention(kv_dtype="float8_e4m3fn", deterministic=True),
         # Beyond 4 GiB an array takes offsets of 64 bits.
         Attention(num_pages=2**18 + 1),
+        # What the portable kernels do everywhere, these do on Hopper only.
+        replace(hopper, chips=("a100", "h100", "b200")),
+        replace(hopper, head_dim=64, group=8, window=128, sinks=True),
+        replace(hopper, head_dim=80, group=1, dtype="float16"),
+        replace(hopper, head_dim=96),
+        replace(hopper, head_dim=192, group=16),
+        replace(hopper, head_dim=256, group=2, window=4096, softcap=50.0),
     ]
     pages = (None, *SCALED_DTYPES)
     plain = [

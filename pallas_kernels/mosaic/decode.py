@@ -165,8 +165,9 @@ def paged_decode(
     lengths = jnp.clip(jnp.diff(batch.query_start_loc)[:num_rows], 0, max_query_len)
     lengths = jnp.where(jnp.arange(num_rows) < batch.num_decode_rows, lengths, 0)
     # [rows, Q]; a token that its row does not have stands behind the last.
-    tokens = batch.query_start_loc[:num_rows, None] + jnp.arange(max_query_len, dtype=jnp.int32)
-    tokens = jnp.where(jnp.arange(max_query_len) < lengths[:, None], tokens, T)
+    offsets = jnp.arange(max_query_len, dtype=jnp.int32)[None]
+    tokens = batch.query_start_loc[:num_rows, None] + offsets
+    tokens = jnp.where(offsets < lengths[:, None], tokens, T)
     parts = _run(shape, ring_type)(
         _tile_queries(q, tokens, K, shape),
         k_pages,
@@ -212,7 +213,7 @@ def plan_splits(
         size = jnp.full_like(first, shape.split_blocks)
         origin = first // size * size
     split = jnp.arange(shape.num_splits, dtype=jnp.int32)
-    start = origin[:, None] + split * size[:, None]
+    start = origin[:, None] + split[None] * size[:, None]
     stop = jnp.minimum(start + size[:, None], end[:, None])
     start = jnp.maximum(start, first[:, None])
     row_wide = (jnp.broadcast_to(x[:, None], start.shape) for x in (oldest, seq_lens, position))

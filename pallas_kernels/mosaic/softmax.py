@@ -18,9 +18,11 @@ from pallas_kernels.shapes import Array
 
 LOG2E = math.log2(math.e)
 
-MASKED = -1e30
+MASKED = -(2.0**100)
 """Score of what is not seen. Finite, so that the difference of two of them is no NaN; whatever a
-row sums up before it has seen its first key, the first real score multiplies by 0."""
+row sums up before it has seen its first key, the first real score multiplies by 0. A power of two,
+so that it times a scale is exact: -1e30 * 0.18 fused with the subtraction of its rounded self left
+1e22, whose exponential is infinite."""
 
 ROWS = 64
 """Rows of the tile that one warpgroup multiplies."""

@@ -31,8 +31,8 @@ NUM_PROGRAMS = 512
 Fewer are split."""
 
 MAX_TILE_ROWS = 64
-"""Tokens × query heads that one program computes; half as many of float32. More would not fit the
-shared memory of small GPUs."""
+"""Tokens × query heads that one program computes; of float32 fewer. More would not fit the shared
+memory of small GPUs."""
 
 MIN_SPLIT_BLOCKS = 2
 """Smaller splits would cost more to start and combine than they save. Empirical."""
@@ -93,7 +93,9 @@ def paged_decode(
     B, P = batch.page_table.shape
     num_rows = min(B, T)
     max_keys = P * page_size
-    most_rows = MAX_TILE_ROWS if q.dtype.itemsize == 2 else MAX_TILE_ROWS // 2
+    most_rows = MAX_TILE_ROWS
+    if q.dtype.itemsize == 4:
+        most_rows //= 2 if H <= 128 else 4
     tile_tokens = max(1, min(max_query_len, most_rows // (N // K)))
     # What a row's tokens can see of its keys.
     most_seen = min(max_keys, (sliding_window or max_keys) + max_query_len - 1)
@@ -157,7 +159,8 @@ def paged_decode(
 
 def _least_warps(shape: DecodeShape, dtype: Any) -> int:
     """Return how many warps can hold a tile's sums in their registers."""
-    per_warp = 2048 if jnp.dtype(dtype).itemsize == 2 else 1024
+    # float32 numbers are split in two, for products of three passes.
+    per_warp = 2048 if jnp.dtype(dtype).itemsize == 2 else 512
     return min(16, max(1, shape.padded_rows * shape.padded_dim // per_warp))
 
 

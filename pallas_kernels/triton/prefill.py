@@ -38,6 +38,9 @@ UNSEEN = -1e30
 """Score of a key that is not visible. Finite, so that the difference of two is no NaN; what rows
 without a visible key gather is scaled to zero by their first visible one."""
 
+NUM_MULTIPROCESSORS = 148
+"""Of the largest GPU, a B200."""
+
 MIN_PART = 16
 """Columns of the narrowest matrix product."""
 
@@ -56,7 +59,7 @@ class _Shape:
         page_size: Tokens per page, a power of two.
         num_pages: Pages of the pool.
         max_keys: Keys that a row of the page table can hold.
-        num_tiles: Tiles of the grid, empty ones included.
+        num_programs: Programs that share the tiles of a head.
         scale: Multiplies the scores.
         sliding_window: Keys visible to a token; None for all.
         logit_softcap: Bound of the scores.
@@ -70,7 +73,7 @@ class _Shape:
     page_size: int
     num_pages: int
     max_keys: int
-    num_tiles: int
+    num_programs: int
     scale: float
     sliding_window: int | None
     logit_softcap: float | None
@@ -166,15 +169,16 @@ def paged_prefill(
     T, N, H = q.shape
     num_pages, K, page_size, _ = k_pages.shape
     B, P = batch.page_table.shape
-    tokens = tokens_per_tile(N // K, tiles.block_q)
+    group = N // K
+    tokens = tokens_per_tile(group, tiles.block_q)
+    num_heads = K * -(-group // tiles.block_q)
     shape = _Shape(
-        group=N // K,
+        group=group,
         head_dim=H,
         page_size=page_size,
         num_pages=num_pages,
         max_keys=P * page_size,
-        # Each chunk has at least two tokens and leaves less than one tile unfilled.
-        num_tiles=T // tokens + min(B, -(-T // 2)),
+        num_programs=_num_programs(T, B, num_heads, tokens),
         scale=scale,
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,
@@ -182,14 +186,16 @@ def paged_prefill(
         tiles=tiles,
         interpret=interpret,
     )
+    # Each row leaves less than one tile unfilled.
+    num_tiles = T // tokens + min(B, T)
     inputs = (q, k_pages, v_pages, k_scales, v_scales, sinks, batch.page_table)
-    inputs = (*inputs, _tile_table(batch, tokens, shape.num_tiles))
+    inputs = (*inputs, *_tile_table(batch, tokens, num_tiles))
     out = jnp.zeros_like(q) if out is None else out
     return backend.call(
         partial(_kernel, shape=shape),
         name="paged_prefill",
         # Tiles of one head stand side by side, since they read the same keys.
-        grid=(shape.num_tiles, K * shape.head_blocks),
+        grid=(shape.num_programs, num_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -198,8 +204,21 @@ def paged_prefill(
     )(*inputs, out)
 
 
-def _tile_table(batch: RaggedBatch, tokens: int, num_tiles: int) -> Int[Array, "4 num_tiles"]:
-    """Say what each tile computes: row, first token, number of tokens (0: nothing), position.
+def _num_programs(T: int, B: int, num_heads: int, tokens: int) -> int:
+    """Return how many programs share the tiles of a head (or of a part of its query heads).
+
+    There can be many more tiles than a step usually has: up to one for each row, which may be a
+    few tokens. A program for each would cost a step that has none, of one-token rows only, 15 µs a
+    layer at 256 rows just to start them and find nothing to do. So there are as many as full tiles
+    fit into the step, and as the GPU computes at a time; each takes every so many-th tile.
+    """
+    return min(T // tokens + min(B, T), max(T // tokens, -(-NUM_MULTIPROCESSORS // num_heads)))
+
+
+def _tile_table(
+    batch: RaggedBatch, tokens: int, num_tiles: int
+) -> tuple[Int[Array, "4 num_tiles"], Int[Array, " 1"]]:
+    """Say of each tile its row, first token, number of tokens and position; and how many there are.
 
     Every layer of a step makes the same table, so XLA makes it once.
     """
@@ -210,10 +229,9 @@ def _tile_table(batch: RaggedBatch, tokens: int, num_tiles: int) -> Int[Array, "
     row = jnp.minimum(row, starts.shape[0] - 2)
     first = batch.query_start_loc[row] + (tile - starts[row]) * tokens
     end = batch.query_start_loc[row + 1]
-    used = tile < starts[-1]
-    count = jnp.where(used, jnp.minimum(end - first, tokens), 0)
-    position = jnp.where(used, batch.seq_lens[row] - (end - first), 0)
-    return jnp.stack([row, first, count, position])
+    count = jnp.minimum(end - first, tokens)
+    position = batch.seq_lens[row] - (end - first)
+    return jnp.stack([row, first, count, position]), starts[-1:]
 
 
 def _kernel(
@@ -225,18 +243,34 @@ def _kernel(
     sinks_ref,  # [N] or None
     table_ref,  # [B, P]
     tiles_ref,  # [4, num_tiles]
+    num_tiles_ref,  # [1]
     _,  # `out_ref`
     out_ref,  # [T, N, H]
     *,
     shape: _Shape,
 ):
-    """Attend one tile's rows to their keys of one KV head."""
+    """Attend the rows of every so many-th tile to their keys of one KV head."""
+    refs = (q_ref, k_ref, v_ref, k_scales_ref, v_scales_ref, sinks_ref, table_ref, tiles_ref)
+    # The last tiles of a sequence have the most keys: they come first.
+    last = num_tiles_ref[0] - 1 - pl.program_id(0)
+    heads = pl.program_id(1)
+
+    def body(i, _):
+        _attend_tile(last - i * shape.num_programs, heads, refs, out_ref, shape)
+
+    lax.fori_loop(0, (last + shape.num_programs) // shape.num_programs, body, None)
+
+
+def _attend_tile(
+    tile: Array, heads: Array, refs: tuple[Any, ...], out_ref: Any, shape: _Shape
+) -> None:
+    """Attend one tile's rows to their keys of one KV head.
+
+    `heads` numbers the KV heads, or where their query heads need several tiles, those.
+    """
+    q_ref, k_ref, v_ref, k_scales_ref, v_scales_ref, sinks_ref, table_ref, tiles_ref = refs
     block_q, group = shape.tiles.block_q, shape.group
-    # The last tiles of a sequence have the most keys: they start first.
-    tile = shape.num_tiles - 1 - pl.program_id(0)
-    kv_head, head_block = pl.program_id(1), 0
-    if shape.head_blocks > 1:
-        kv_head, head_block = kv_head // shape.head_blocks, kv_head % shape.head_blocks
+    kv_head, head_block = heads // shape.head_blocks, heads % shape.head_blocks
     row, first, count, position = (tiles_ref[i, tile] for i in range(4))
 
     m = _iota(block_q)
@@ -248,7 +282,7 @@ def _kernel(
     if shape.sliding_window is not None:
         start = jnp.maximum(position - shape.sliding_window + 1, 0)
     # More keys than the table holds would lead behind its end.
-    end = jnp.where(count > 0, jnp.minimum(position + count, shape.max_keys), 0)
+    end = jnp.minimum(position + count, shape.max_keys)
 
     queries = tuple(
         backend.load(q_ref, _rows(first + token, head, part), mask=_mask(used, part, shape))

@@ -81,8 +81,11 @@ def test_any_tiles_give_the_same(block_q: int, block_k: int, window: int | None)
     step.check(run(step, tiles))
 
 
-def test_the_grid_has_enough_tiles_for_the_worst_chunks() -> None:
+def test_programs_take_turns_where_there_are_more_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Chunks of two tokens waste most of a tile, those of a tile and one token nearly half."""
+    monkeypatch.setattr(prefill, "NUM_MULTIPROCESSORS", 4)
     tokens = 10
     for rows in (((2, 2),) * 8, ((tokens + 1, 50),) * 8, ((2, 9),) * 7 + ((82, 82),)):
         step = make_step(Case(rows, max_tokens=sum(new for new, _ in rows)))
@@ -151,8 +154,8 @@ def test_scales_must_be_positive() -> None:
 def test_pages_that_offsets_cannot_reach_are_refused() -> None:
     """2 to 4 GiB of one-byte numbers, which the lowering would address with 32 signed bits."""
     shape = jax.ShapeDtypeStruct
-    pages = shape((2**17, 8, 16, 128), jnp.int8)
-    scales = shape((2**17, 8, 16), jnp.float32)
+    pages = shape((2**17 + 1, 8, 16, 128), jnp.int8)
+    scales = shape((2**17 + 1, 8, 16), jnp.float32)
     batch = RaggedBatch(*(shape(n, jnp.int32) for n in ((1, 4), (1,), (2,), (), ())))
 
     def attention(q, k, v, batch, k_scales, v_scales):
@@ -204,10 +207,11 @@ class TestPlantedBugs:
             step.check(run(step))
 
     def test_a_tile_too_few(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = prefill._Shape
-        monkeypatch.setattr(
-            prefill,
-            "_Shape",
-            lambda **fields: original(**{**fields, "num_tiles": fields["num_tiles"] - 8}),
-        )
+        original = prefill._tile_table
+
+        def short(*args):
+            table, num_tiles = original(*args)
+            return table, num_tiles - 1
+
+        monkeypatch.setattr(prefill, "_tile_table", short)
         self.broken(Case(((11, 50),) * 8, max_tokens=88))

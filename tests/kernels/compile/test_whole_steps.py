@@ -23,7 +23,7 @@ def reports(toolchain: Toolchain) -> dict[str, Report]:
     names += [(PLANTED, name) for name in ("not donated", "cache through a scan")]
     names += [(PLANTED, "weights everywhere")]
     jobs = [Job(module, name, CHIP) for module, name in names]
-    made = compile_cases(jobs, toolchain, processes=2, timeout_s=300.0)
+    made = compile_cases(jobs, toolchain, timeout_s=300.0)
     return {report.case: report for report in made}
 
 
