@@ -16,7 +16,7 @@ KEY   := $(shell { cat pyproject.toml; echo '$(DEFAULT_MODEL) $(CURDIR)'; } | ck
 STAMP := $(VENV)/.installed-$(KEY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz lint format types docs ci clean
+.PHONY: help setup serve test fuzz abuse lint format types docs ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,9 @@ test: $(STAMP) ## Run the tests (ARGS= for pytest)
 
 fuzz: $(STAMP) ## Fuzz the HTTP server over its own OpenAPI document for ten minutes
 	$(PYTHON) -m tests.server.fuzz 600
+
+abuse: $(STAMP) ## Attack a server in every way for some minutes; what is left of it? (ARGS="SECONDS MODEL")
+	$(PYTHON) -m tests.server.abuse $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and the layers of imports
 	$(PYTHON) -m ruff check
