@@ -27,7 +27,7 @@ TEST_NEEDS := $(COMPILER_STAMP)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz gpu gpu-compiler gpu-table newest-jax lint format types docs ci clean
+.PHONY: help setup serve test fuzz abuse gpu gpu-compiler gpu-table newest-jax lint format types docs ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,9 @@ newest-jax: ## Compile the kernels with the newest JAX on PyPI, in a throw-away 
 
 fuzz: $(STAMP) ## Fuzz the HTTP server over its own OpenAPI document for ten minutes
 	$(PYTHON) -m tests.server.fuzz 600
+
+abuse: $(STAMP) ## Attack a server in every way for some minutes; what is left of it? (ARGS="SECONDS MODEL")
+	$(PYTHON) -m tests.server.abuse $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting and the layers of imports
 	$(PYTHON) -m ruff check

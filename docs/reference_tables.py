@@ -38,6 +38,13 @@ def config() -> str:
     return record_table(EngineConfig)
 
 
+def server() -> str:
+    """Return the settings of the HTTP side."""
+    from jaxinfer.server.options import ServerOptions
+
+    return record_table(ServerOptions)
+
+
 def sampling() -> str:
     """Return the sampling parameters."""
     from jaxinfer.sampling_params import SamplingParams
@@ -112,6 +119,7 @@ def models() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "config": config,
+    "server": server,
     "sampling": sampling,
     "cli": cli,
     "http": http,

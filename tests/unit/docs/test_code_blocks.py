@@ -33,6 +33,8 @@ FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | 
 
 # Languages that are shown and never run.
 SHOWN = {"text", "json"}
+# Settings of `jaxinfer serve`: their names and values are checked.
+SETTINGS = "yaml"
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,9 @@ def server_url(shared_model: None) -> Iterator[str]:
 
 def test_no_block_in_a_language_that_nobody_checks():
     unknown = [
-        f"{b}: {b.language!r}" for b in BLOCKS if b.language not in {"python", "bash", *SHOWN}
+        f"{b}: {b.language!r}"
+        for b in BLOCKS
+        if b.language not in {"python", "bash", SETTINGS, *SHOWN}
     ]
     assert not unknown
 
@@ -157,6 +161,13 @@ def test_python_blocks_run(page: Path, shared_model, request, capsys):
         # Line numbers of the page, so that a failure points at it.
         exec(compile("\n" * block.line + code, str(page), "exec"), namespace)
         assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == SETTINGS], ids=str)
+def test_settings_files_are_taken(block: Block, tmp_path: Path):
+    path = tmp_path / "server.yaml"
+    path.write_text(block.code)
+    check_jaxinfer(["serve", "--config", str(path)])
 
 
 @pytest.mark.parametrize("block", BASH_BLOCKS, ids=str)

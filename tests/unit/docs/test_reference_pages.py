@@ -11,6 +11,7 @@ import pytest
 from jaxinfer.config import EngineConfig
 from jaxinfer.models import supported_families
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.protocol import ChatCompletionRequest, CompletionRequest
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -33,6 +34,7 @@ def test_every_table_stands_on_a_page(tables: ModuleType):
     ("table", "names"),
     [
         ("config", EngineConfig.field_names()),
+        ("server", ServerOptions.__dataclass_fields__),
         ("sampling", SamplingParams.__dataclass_fields__),
         ("http", [*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields]),
     ],
@@ -51,12 +53,12 @@ def test_every_family_is_documented(tables: ModuleType):
 
 def test_every_command_is_documented(tables: ModuleType):
     text = tables.TABLES["cli"]()
-    for command in ("serve", "generate", "chat", "convert", "models", "version"):
+    for command in ("serve", "generate", "chat", "run-batch", "convert", "models", "version"):
         assert f"Usage: jaxinfer {command}" in text
 
 
 def test_table_cells_hold_no_bare_bar(tables: ModuleType):
-    for name in ("config", "sampling", "http", "models"):
+    for name in ("config", "server", "sampling", "http", "models"):
         for line in tables.TABLES[name]().splitlines():
             if line.startswith("|"):
                 assert line.replace("\\|", "").count("|") in (3, 4, 5)
