@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from jaxinfer.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("int8",)
+KERNELS = ("auto", "xla", "cpu")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 
 
@@ -18,7 +20,10 @@ class EngineConfig:
         model: A GGUF or safetensors file, a folder, a hub id, or None for the embedded default.
         tokenizer: Where the tokenizer comes from, if not from the model.
         dtype: Of weights, activations and KV pages. "auto" is float32 on CPU, bfloat16 elsewhere.
-        quantization: Of the weights; only None so far.
+        quantization: Of the weights: "int8" keeps them in int8, the LM head included, and makes
+            activations int8 for each product. None: weights are in `dtype`.
+        kernels: "cpu" runs C++ kernels, which are compiled once, on first use; "xla" runs none.
+            "auto" is "cpu" where that can be, on one CPU device with a compiler, else "xla".
         max_model_len: Longest prompt + output, tokens. None: the model's, or what the pages hold.
         max_num_seqs: Most sequences in one step.
         max_num_batched_tokens: Most tokens in one step; longer prompts are computed in chunks.
@@ -43,6 +48,7 @@ class EngineConfig:
     tokenizer: str | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    kernels: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -64,10 +70,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        _one_of("kernels", self.kernels, KERNELS)
         if self.quantization is not None:
-            raise ConfigError(
-                f"{self.quantization=} is not supported yet; leave it out to run at `dtype`"
-            )
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         for name in (
             "max_model_len",
             "max_num_seqs",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxinfer import cpu_kernels
+from jaxinfer.nn.rope import RopeTable
 from pallas_kernels import RaggedBatch, paged_attention, slot_coordinates
 from pallas_kernels.shapes import Array, Float, Int
 
@@ -107,7 +110,7 @@ class PagedAttend:
         batches: The rows and their page tables, by group.
         slot_mapping: Where each token is written, by group.
         layer_groups: Each layer's group.
-        impl: See `pallas_kernels.paged_attention`.
+        impl: "cpu" for the C++ kernel; else see `pallas_kernels.paged_attention`.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class PagedAttend:
         self._keys, self._values = list(cache.keys), list(cache.values)
         self._token_ids = cache.token_ids
         self._batches = batches
+        self._slot_mapping = slot_mapping
         self._slots = [slot_coordinates(slots, cache.page_size) for slots in slot_mapping]
         self._layer_groups = layer_groups
         self._impl = impl
@@ -148,7 +152,10 @@ class PagedAttend:
         self._keys[layer] = self._keys[layer].at[pages, :, offsets].set(k, mode="drop")
         if v is not None:
             self._values[layer] = self._values[layer].at[pages, :, offsets].set(v, mode="drop")
-        return paged_attention(
+        attend = partial(paged_attention, impl=self._impl)
+        if self._impl == "cpu":
+            attend = cpu_kernels.paged_attention
+        return attend(
             q,
             self._keys[layer],
             self._keys[layer] if v is None else self._values[layer],
@@ -157,5 +164,33 @@ class PagedAttend:
             sliding_window=sliding_window,
             logit_softcap=logit_softcap,
             sinks=sinks,
-            impl=self._impl,
         )
+
+    def write_and_attend(
+        self,
+        layer: int,
+        qkv: Float[Array, "T K G_plus_2 H"],
+        rope: RopeTable | None,
+        **options: Any,
+    ) -> Float[Array, "T N H"]:
+        """Do the same for heads that are neither normed nor rotated, in one kernel.
+
+        Args:
+            layer: Index.
+            qkv: Behind the queries of each KV head its key and value.
+            rope: The layer's positions, None for none.
+            options: Of `jaxinfer.cpu_kernels.write_and_attend`.
+        """
+        group = self._layer_groups[layer]
+        out, self._keys[layer], self._values[layer] = cpu_kernels.write_and_attend(
+            qkv,
+            self._keys[layer],
+            self._values[layer],
+            self._batches[group],
+            self._slot_mapping[group],
+            cos=None if rope is None else rope.cos[:, 0],
+            sin=None if rope is None else rope.sin[:, 0],
+            interleaved=rope is not None and rope.interleaved,
+            **options,
+        )
+        return out

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.cpu_kernels import BuildError, load_library
 from jaxinfer.errors import ConfigError
 from jaxinfer.memory import cache_bytes
 from jaxinfer.models import ModelConfig
@@ -29,6 +30,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     if dtype == "auto":
         # XLA:CPU multiplies thin bfloat16 batches 15 times slower than float32.
         dtype = "float32" if platform == "cpu" else "bfloat16"
+    kernels = _kernels(config, platform)
     longest = model_config.max_position_embeddings
     if config.max_model_len and config.max_model_len > longest:
         raise ConfigError(
@@ -59,6 +61,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     resolved = dataclasses.replace(
         config,
         dtype=dtype,
+        kernels=kernels,
         max_model_len=wanted,
         num_pages=num_pages,
         num_window_pages=num_window_pages if windows else config.num_window_pages,
@@ -73,6 +76,31 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         sum(n * size for n, size in zip(counts, page_bytes, strict=True)) / 2**30,
     )
     return resolved
+
+
+def _kernels(config: EngineConfig, platform: str) -> str:
+    """Decide, and say, whether the C++ kernels run: on one CPU device, if they can be built.
+
+    Raises:
+        ConfigError: They were asked for and cannot run.
+    """
+    if config.kernels == "xla":
+        return "xla"
+    if platform != "cpu":
+        reason = f"the device is a {platform}"
+    elif config.tensor_parallel_size > 1:
+        reason = f"tensor_parallel_size is {config.tensor_parallel_size}"
+    else:
+        try:
+            logger.info("CPU kernels for %s", load_library().isa_names[0])
+            return "cpu"
+        except BuildError as error:
+            reason = str(error)
+    if config.kernels == "cpu":
+        raise ConfigError(f'kernels="cpu" cannot be had: {reason}; use "auto" or "xla"')
+    if platform == "cpu":
+        logger.warning("without CPU kernels, several times slower: %s", reason)
+    return "xla"
 
 
 def _page_counts(
@@ -128,4 +156,5 @@ def runner_config(config: EngineConfig, model_config: ModelConfig) -> RunnerConf
         dtype=jnp.dtype(config.dtype),
         windows=model_config.windows_within(config.max_model_len),
         num_window_pages=config.num_window_pages or 0,
+        attention_impl="cpu" if config.kernels == "cpu" else "auto",
     )

@@ -47,7 +47,7 @@ class RunnerConfig:
         dtype: Of activations and KV pages.
         windows: Each has a group of pages of its own.
         num_window_pages: Pages of each of these groups.
-        attention_impl: See `pallas_kernels.paged_attention`.
+        attention_impl: "cpu" for the C++ kernel; else see `pallas_kernels.paged_attention`.
     """
 
     max_num_seqs: int
