@@ -1,8 +1,10 @@
 """Which weights a model multiplies with, and by what: surgery at the weight seam.
 
 Dynamic W8A8: weights are int8 with a scale for each output, activations are made int8 with a scale
-for each token, sums are exact int32. (SmoothQuant, arXiv:2211.10438, calls this per-token dynamic
-and per-channel.) Nothing is calibrated.
+for each 64 numbers of a token; the sums of a block are exact. Nothing is calibrated. One scale for
+a whole token would be simpler, but a few of its numbers are many times larger than the others, and
+rounding by those costs 4 times more: SmolLM2-135M's distribution then differs from float32's by a
+KL divergence of 0.050 instead of 0.013.
 """
 
 from __future__ import annotations
@@ -116,6 +118,4 @@ def quantize_layers(model: Transformer, dtype: Any) -> list[Recipe]:
 
 def _int8_matmul(x: Array, values: Array, scales: Array) -> Float[Array, "T N"]:
     """Return float32 `x @ (values * scales).T`, x made int8."""
-    quantized, row_scales = cpu_kernels.quantize_activations(x)
-    sums = cpu_kernels.int8_product(quantized, values)
-    return sums.astype(jnp.float32) * (row_scales * scales[None])
+    return cpu_kernels.int8_matmul(x, values) * scales[None]

@@ -9,9 +9,8 @@ from jaxinfer.cpu_kernels.build import BuildError, Library, load_library
 from jaxinfer.cpu_kernels.linear import (
     GATES,
     embed,
-    int8_product,
+    int8_matmul,
     linear,
-    quantize_activations,
     reference_linear,
 )
 from jaxinfer.cpu_kernels.packing import (
@@ -29,14 +28,13 @@ __all__ = [
     "BuildError",
     "Library",
     "embed",
-    "int8_product",
+    "int8_matmul",
     "interleave",
     "linear",
     "load_library",
     "pack",
     "packed_shape",
     "paged_attention",
-    "quantize_activations",
     "quantize_rows",
     "reference_linear",
     "unpack",

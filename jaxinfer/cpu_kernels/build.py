@@ -27,15 +27,7 @@ import jaxlib
 
 SOURCES = Path(__file__).parent / "src"
 COMPILERS = ("c++", "g++", "clang++")
-FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-ffp-contract=fast",
-    "-fvisibility=hidden",
-    "-pthread",
-    "-w",
-)
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread")
 TIMEOUT_S = 600
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")

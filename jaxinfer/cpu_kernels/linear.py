@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxinfer.cpu_kernels.build import load_library
-from jaxinfer.cpu_kernels.packing import FORMATS, LANES, TAIL, per_word
+from jaxinfer.cpu_kernels.packing import BLOCK, FORMATS, LANES, TAIL, per_word
 from pallas_kernels.shapes import Array, Float, Int
 
 GATES = {None: 0, "silu": 1, "gelu_pytorch_tanh": 2, "gelu_new": 2, "gelu_fast": 2, "gelu": 3}
@@ -37,8 +37,8 @@ def linear(
     Args:
         x: float32 or bfloat16.
         weight: Packed, see `jaxinfer.cpu_kernels.packing`.
-        fmt: The weight's format. For "int8" each row of x is quantized too: its largest magnitude
-            becomes 127.
+        fmt: The weight's format. For "int8" x is made int8 too, each `packing.BLOCK` of a row with
+            a scale of its own.
         out_features: Columns of the result; with a gate, half of the weight's outputs.
         norm: Scale of an RMS norm of x, float32; None for no norm.
         eps: Of the norm.
@@ -89,9 +89,7 @@ def reference_linear(
         x32 = x32 * lax.rsqrt(mean_square + eps) * norm[None]
     x32 = jnp.pad(x32, ((0, 0), (0, values.shape[1] - x.shape[1])))
     if fmt == "int8":
-        quantized, row_scales = quantize_activations(x32)
-        y = int8_product(quantized, values).astype(jnp.float32)
-        y = y * (row_scales * scales[None])
+        y = int8_matmul(x32, values) * scales[None]
     else:
         contract = (((1,), (1,)), ((), ()))
         y = lax.dot_general(
@@ -109,22 +107,36 @@ def reference_linear(
     return y.astype(dtype)
 
 
-def quantize_activations(x: Float[Array, "T K"]) -> tuple[Array, Array]:
-    """Return int8 [T, K] and float32 scales [T, 1]; a row that is not finite gets the scale NaN."""
+def int8_matmul(x: Float[Array, "T K"], values: Int[Array, "N K"]) -> Float[Array, "T N"]:
+    """Return float32 `x @ values.T`, with each `BLOCK` of a row's inputs made int8 on the way.
+
+    A block's largest magnitude becomes 127. Its products are summed exactly.
+    """
+    T, K = x.shape
     x = x.astype(jnp.float32)
+    quantized, scales = quantize_blocks(x)  # [T, blocks, BLOCK], [T, blocks, 1]
+    if T > 32:
+        # Behind many rows a float32 product is faster: XLA:CPU has no fast one for blocks.
+        rounded = (quantized.astype(jnp.float32) * scales).reshape(T, -1)[:, :K]
+        return rounded @ values.astype(jnp.float32).T
+    blocks = jnp.pad(values, ((0, 0), (0, -K % BLOCK))).reshape(values.shape[0], -1, BLOCK)
+    batch = (((2,), (2,)), ((1,), (1,)))
+    # Fewer than 4 rows of int8 are multiplied 15 to 30 times slower.
+    quantized = jnp.pad(quantized, ((0, max(0, 4 - T)), (0, 0), (0, 0)))
+    sums = lax.dot_general(quantized, blocks, batch, preferred_element_type=jnp.int32)
+    return jnp.einsum("GTN,TG->TN", sums[:, :T].astype(jnp.float32), scales[..., 0])
+
+
+def quantize_blocks(x: Float[Array, "T K"]) -> tuple[Array, Array]:
+    """Return int8 [T, blocks, BLOCK] and float32 scales [T, blocks, 1].
+
+    A block that is not finite gets the scale NaN.
+    """
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(x.shape[0], -1, BLOCK)
     peak = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     inverse = jnp.where(peak > 0, 127.0 / peak, 0.0)
     quantized = jnp.round(jnp.where(jnp.isfinite(x), x, 0.0) * inverse).astype(jnp.int8)
     return quantized, jnp.where(jnp.isfinite(peak), peak / 127.0, jnp.nan)
-
-
-def int8_product(x: Int[Array, "T K"], values: Int[Array, "N K"]) -> Int[Array, "T N"]:
-    """Return int32 `x @ values.T`."""
-    T = x.shape[0]
-    # XLA:CPU multiplies fewer than 4 rows of int8 15 to 30 times slower.
-    x = jnp.pad(x, ((0, max(0, 4 - T)), (0, 0)))
-    contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, values, contract, preferred_element_type=jnp.int32)[:T]
 
 
 def embed(
@@ -134,7 +146,7 @@ def embed(
     groups = weight.shape[1] - TAIL
     panels, lanes = token_ids // LANES, token_ids % LANES
     words = weight.at[panels, :, lanes].get(mode="clip")  # [T, groups + TAIL]
-    values = lax.bitcast_convert_type(words[:, :groups], FORMATS[fmt][1])
+    values = _values(words[:, :groups], fmt)
     values = values.reshape(token_ids.shape[0], -1)[:, :in_features]
     if fmt != "int8":
         return values.astype(dtype)
@@ -147,10 +159,16 @@ def unpack_words(weight: Array, fmt: str) -> tuple[Array, Array, Array]:
     panels, lines, _ = weight.shape
     groups = lines - TAIL
     words = jnp.moveaxis(weight[:, :groups], 2, 1).reshape(panels * LANES, groups)
-    values = lax.bitcast_convert_type(words, FORMATS[fmt][1])
+    values = _values(words, fmt)
     tail = lax.bitcast_convert_type(weight[:, groups:], jnp.float32)
     values = values.reshape(panels * LANES, groups * per_word(fmt))
-    return values, tail[:, 0].reshape(-1), tail[:, 2].reshape(-1)
+    return values, tail[:, 0].reshape(-1), tail[:, 1].reshape(-1)
+
+
+def _values(words: Array, fmt: str) -> Array:
+    """Take words apart, on a new last axis unless there is one number in each."""
+    values = lax.bitcast_convert_type(words, FORMATS[fmt][1])
+    return values ^ jnp.int8(-128) if fmt == "int8" else values
 
 
 def _activate(gate: str, x: Array) -> Array:

@@ -1,9 +1,9 @@
 """Weights in the order in which the kernels read them. Host work: numpy in, numpy out.
 
-A packed weight is uint32 [panels, groups + 3, 32]. A panel is 32 outputs. A word holds 4 bytes of
-the contraction: 4 int8, 2 bfloat16 or 1 float32. Line g of a panel holds word g of each of its
-outputs; the last three lines hold what is done with the sums: float32 scales, int32 offsets, and
-float32 biases. One array per layer, because every argument of a step costs time to pass.
+A packed weight is uint32 [panels, groups + 2, 32]. A panel is 32 outputs. A word holds 4 bytes of
+the contraction: 4 int8 (with 128 added), 2 bfloat16 or 1 float32. Line g of a panel holds word g of
+each of its outputs; the last two lines hold what is done with the sums: float32 scales and float32
+biases. One array per layer, because every argument of a step costs time to pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import ml_dtypes
 import numpy as np
 
 LANES = 32
-TAIL = 3
+TAIL = 2
+BLOCK = 64
+"""Inputs that share a scale when they are made int8."""
 
 FORMATS = {
     # name → its number in jobs.h, its type
@@ -60,17 +62,15 @@ def pack(weight: np.ndarray, fmt: str, bias: np.ndarray | None = None) -> np.nda
         weight, scales = quantize_rows(weight)
     values = np.zeros((padded, groups * per_word(fmt)), FORMATS[fmt][1])
     values[:N, :K] = weight
+    if fmt == "int8":
+        values = values ^ np.int8(-128)
     packed = np.empty((panels, lines, LANES), np.uint32)
     words = values.view(np.uint32).reshape(panels, LANES, groups)
     packed[:, :groups] = words.transpose(0, 2, 1)
     tail = np.zeros((TAIL, padded), np.uint32)
     tail[0, :N] = scales.view(np.uint32)
-    if fmt == "int8":
-        # Inputs carry 128 more than they mean.
-        offsets = 128 * values.sum(axis=1, dtype=np.int32)
-        tail[1] = offsets.view(np.uint32)
     if bias is not None:
-        tail[2, :N] = bias.astype(np.float32).view(np.uint32)
+        tail[1, :N] = bias.astype(np.float32).view(np.uint32)
     packed[:, groups:] = tail.reshape(TAIL, panels, LANES).transpose(1, 0, 2)
     return packed
 
@@ -92,7 +92,9 @@ def unpack(packed: np.ndarray, fmt: str, N: int, K: int) -> tuple[np.ndarray, np
     panels, lines, _ = packed.shape
     groups = lines - TAIL
     words = np.ascontiguousarray(packed[:, :groups].transpose(0, 2, 1))
-    values = words.reshape(panels * LANES, groups).view(FORMATS[fmt][1]).astype(np.float32)
+    values = words.reshape(panels * LANES, groups).view(FORMATS[fmt][1])
+    if fmt == "int8":
+        values = values ^ np.int8(-128)
     tail = np.ascontiguousarray(packed[:, groups:].transpose(1, 0, 2)).view(np.float32)
-    scales, _, biases = tail.reshape(TAIL, -1)
-    return values[:N, :K] * scales[:N, None], biases[:N]
+    scales, biases = tail.reshape(TAIL, -1)
+    return values[:N, :K].astype(np.float32) * scales[:N, None], biases[:N]

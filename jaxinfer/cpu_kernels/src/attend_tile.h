@@ -86,9 +86,9 @@ template <Format F, class Use>
 JI_INLINE void multiply(
     const uint32_t* rows, int num_rows, size_t stride, const uint32_t* panel, int num_words,
     Use use) {
-  float sums[kTileRows * kLanes];
+  float sums[kTileRows<F> * kLanes];
   for (int row = 0; row < num_rows;) {
-    int n = next_rows(num_rows - row);
+    int n = next_rows<F>(num_rows - row);
     tile_of<F>(n)(rows + row * stride, stride, panel, num_words, sums);
     for (int r = 0; r < n; r++) use(row + r, sums + r * kLanes);
     row += n;

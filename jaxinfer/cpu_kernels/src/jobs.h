@@ -12,15 +12,19 @@ enum class Number : int32_t { kFloat32, kBfloat16 };
 enum class Format : int32_t { kInt8, kBfloat16, kFloat32 };
 enum class Gate : int32_t { kNone, kSilu, kGeluTanh, kGelu };
 
-inline constexpr int kLanes = 32;  // outputs of a panel
-inline constexpr int kTail = 3;    // lines behind a panel's weights: scales, offsets, biases
+inline constexpr int kLanes = 32;       // outputs of a panel
+inline constexpr int kTail = 2;         // lines behind a panel's weights: scales, biases
+inline constexpr int kBlockGroups = 16;  // words of int8 inputs that share a scale: 64 inputs
 
 // y = x @ weight.T, the weights in panels of 32 outputs. Weights and inputs come in words of 4
 // bytes: 4 int8, 2 bfloat16 or 1 float32, neighbours along the contraction.
 //
-//   weight: [panels][groups + kTail][32] words. Behind the last group of each panel stand 32 float
-//   scales, 32 int32 offsets (128 times the sum of an output's int8 weights, because int8 inputs
-//   carry 128 more than they mean) and 32 float biases.
+//   weight: [panels][groups + kTail][32] words. int8 weights are stored with 128 added, as unsigned
+//   bytes. Behind the last group of each panel stand 32 float scales and 32 float biases.
+//
+//   words: [rows][row_words]. Of int8, each block of 16 words (fewer at the end) stands behind its
+//   own scale, a float, and minus 128 times the sum of its inputs, an int32, which takes back what
+//   the weights have too much.
 struct LinearJob {
   const void* x;  // [num_rows, num_inputs]
   Number x_number;
@@ -37,9 +41,14 @@ struct LinearJob {
   Number out_number;     // of residual and out
   int num_outputs;
   // Made by `prepare_row`:
-  uint32_t* words;  // [num_rows][num_groups]
-  float* scales;    // [num_rows]
+  uint32_t* words;
+  size_t row_words;
 };
+
+inline size_t row_words(Format format, int num_groups) {
+  if (format != Format::kInt8) return num_groups;
+  return num_groups + 2 * ((num_groups + kBlockGroups - 1) / kBlockGroups);
+}
 
 // Attention of new tokens to pages; see pallas_kernels.paged_attention for the semantics.
 struct AttentionJob {

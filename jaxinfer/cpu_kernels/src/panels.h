@@ -36,8 +36,9 @@ JI_INLINE void to_bf16(const float* x, int n, bf16* out, int padded) {
   for (int i = n; i < padded; i++) out[i] = {0};
 }
 
-// x ≈ (out - 128) * scale, with |out - 128| ≤ 127. A row that is not finite gets the scale NaN.
-JI_INLINE float quantize(const float* x, int n, uint8_t* out, int padded) {
+// One block: n ≤ 64 inputs behind their scale and offset. x ≈ bytes * scale, with |bytes| ≤ 127. A
+// block that is not finite gets the scale NaN.
+JI_INLINE void quantize_block(const float* x, int n, uint32_t* out) {
   vf peaks{}, poison{};
   for (int i = 0; i < n; i += W) {
     vf v = load_part(x + i, n - i);
@@ -48,18 +49,32 @@ JI_INLINE float quantize(const float* x, int n, uint8_t* out, int padded) {
   float factor = peak > 0.0f ? 127.0f / peak : 0.0f;
   // Of a peak so small that its inverse is infinite nothing is left.
   if (factor > 3e38f) factor = peak = 0.0f;
-  for (int i = 0; i < n; i += W) {
+  int8_t* bytes = (int8_t*)(out + 2);
+  vi total{};
+  int i = 0;
+  for (; i < n; i += W) {
     vf rounded = load_part(x + i, n - i) * factor + kRound;
-    vb bytes = __builtin_convertvector(bits_as<vu>(rounded) ^ 0x80u, vb);
-    memcpy(out + i, &bytes, n - i < W ? n - i : W);
+    vi whole = bits_as<vi>(rounded) - bits_as<int32_t>(kRound);
+    total += whole;
+    vb narrow = __builtin_convertvector(whole, vb);
+    memcpy(bytes + i, &narrow, n - i < W ? n - i : W);
   }
-  for (int i = n; i < padded; i++) out[i] = 128;
-  return sum(poison) + peak / 127.0f;
+  for (i = n; i % 4; i++) bytes[i] = 0;
+  float scale = sum(poison) + peak / 127.0f;
+  out[0] = bits_as<uint32_t>(scale);
+  int32_t all = 0;
+  for (int lane = 0; lane < W; lane++) all += total[lane];
+  out[1] = (uint32_t)(-128 * all);
+}
+
+JI_INLINE void quantize(const float* x, int n, uint32_t* out) {
+  for (int i = 0; i < n; i += 4 * kBlockGroups, out += kBlockGroups + 2)
+    quantize_block(x + i, n - i < 4 * kBlockGroups ? n - i : 4 * kBlockGroups, out);
 }
 
 void prepare_row(const LinearJob& job, int row, float* scratch) {
   int n = job.num_inputs;
-  uint32_t* words = job.words + (size_t)row * job.num_groups;
+  uint32_t* words = job.words + row * job.row_words;
   bool in_place = job.format == Format::kFloat32;
   float* x = in_place ? (float*)words : scratch;
   size_t first = (size_t)row * n;
@@ -68,9 +83,8 @@ void prepare_row(const LinearJob& job, int row, float* scratch) {
   else
     to_floats((const bf16*)job.x + first, n, x);
   if (job.norm) rms_norm(x, n, job.norm, job.eps);
-  job.scales[row] = 1.0f;
   if (job.format == Format::kInt8)
-    job.scales[row] = quantize(x, n, (uint8_t*)words, job.num_groups * 4);
+    quantize(x, n, words);
   else if (job.format == Format::kBfloat16)
     to_bf16(x, n, (bf16*)words, job.num_groups * 2);
 }
@@ -115,22 +129,12 @@ JI_INLINE void write(const LinearJob& job, const float* y, int row, int first, i
   }
 }
 
-// From a row's sums to outputs: scale, bias, gate, residual, type.
-template <Format F>
+// From a row's sums to outputs: scales, biases, gate, residual, type.
 JI_INLINE void finish(
-    const LinearJob& job, const void* sums, const uint32_t* tail, int row, int panel) {
+    const LinearJob& job, const float* sums, const float* tail, int row, int panel) {
   float y[kLanes];
-  for (int i = 0; i < kLanes; i += W) {
-    vf v;
-    if constexpr (F == Format::kInt8) {
-      vi exact = (vi)load_words((const int32_t*)sums + i) - (vi)load_words(tail + kLanes + i);
-      vf scale = load((const float*)tail + i) * job.scales[row];
-      v = __builtin_convertvector(exact, vf) * scale;
-    } else {
-      v = load((const float*)sums + i);
-    }
-    store(y + i, v + load((const float*)tail + 2 * kLanes + i));
-  }
+  for (int i = 0; i < kLanes; i += W)
+    store(y + i, load(sums + i) * load(tail + i) + load(tail + kLanes + i));
   int width = kLanes;
   if (job.gate != Gate::kNone) {
     width = kLanes / 2;
@@ -147,15 +151,15 @@ JI_INLINE void finish(
 
 template <Format F>
 void panels_of(const LinearJob& job, int first_panel, int end_panel, int first_row, int end_row) {
-  size_t stride = job.num_groups;
-  uint32_t sums[kTileRows * kLanes];
+  size_t lines = job.num_groups + kTail, stride = job.row_words;
+  float sums[kTileRows<F> * kLanes];
   for (int panel = first_panel; panel < end_panel; panel++) {
-    const uint32_t* weight = job.weight + panel * (stride + kTail) * kLanes;
-    const uint32_t* tail = weight + stride * kLanes;
+    const uint32_t* weight = job.weight + panel * lines * kLanes;
+    const float* tail = (const float*)(weight + (size_t)job.num_groups * kLanes);
     for (int row = first_row; row < end_row;) {
-      int n = next_rows(end_row - row);
+      int n = next_rows<F>(end_row - row);
       tile_of<F>(n)(job.words + row * stride, stride, weight, job.num_groups, sums);
-      for (int r = 0; r < n; r++) finish<F>(job, sums + r * kLanes, tail, row + r, panel);
+      for (int r = 0; r < n; r++) finish(job, sums + r * kLanes, tail, row + r, panel);
       row += n;
     }
   }

@@ -6,7 +6,7 @@
 
 namespace jaxinfer {
 
-// Fills in `words` and `scales` of the job, and computes all of its outputs.
+// Fills in `words` of the job, and computes all of its outputs.
 void run_linear(LinearJob job, const Kernels& kernels, Pool& pool);
 
 // The rows of a step as pallas_kernels.RaggedBatch has them.

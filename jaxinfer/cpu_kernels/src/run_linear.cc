@@ -44,9 +44,9 @@ void* scratch_memory(size_t bytes) {
 
 void run_linear(LinearJob job, const Kernels& kernels, Pool& pool) {
   thread_local Buffer prepared;
-  size_t num_words = static_cast<size_t>(job.num_rows) * job.num_groups;
-  job.words = static_cast<uint32_t*>(prepared.at_least(4 * (num_words + job.num_rows)));
-  job.scales = reinterpret_cast<float*>(job.words + num_words);
+  job.row_words = row_words(job.format, job.num_groups);
+  size_t num_words = job.num_rows * job.row_words;
+  job.words = static_cast<uint32_t*>(prepared.at_least(num_words * sizeof(uint32_t)));
 
   size_t scratch = sizeof(float) * (job.num_inputs + 64);
   auto prepare = [&](int first, int end) {
