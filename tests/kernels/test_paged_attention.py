@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxinfer import cpu_kernels
 from pallas_kernels import RaggedBatch, paged_attention
 from pallas_kernels.attention import IMPLEMENTATIONS
+from tests.kernels.cpu import CPU_ISAS, isa_or_skip
+
+ALL = (*IMPLEMENTATIONS, *(f"cpu {isa}" for isa in CPU_ISAS))
 
 MAX_TOKENS, MAX_ROWS, MAX_PAGES = 160, 8, 24
 
@@ -31,6 +37,13 @@ class Case:
     sinks: bool = False
     dtype: str = "float32"
     seed: int = 0
+
+
+def attention_of(impl: str) -> Callable[..., jax.Array]:
+    """Return an implementation by its name; skip where it does not exist."""
+    if impl in IMPLEMENTATIONS:
+        return partial(paged_attention, impl=impl)
+    return partial(cpu_kernels.paged_attention, isa=isa_or_skip(impl.removeprefix("cpu ")))
 
 
 def run_case(case: Case, impl: str) -> tuple[np.ndarray, np.ndarray]:
@@ -70,7 +83,7 @@ def run_case(case: Case, impl: str) -> tuple[np.ndarray, np.ndarray]:
         num_decode_rows=jnp.int32(sum(n == 1 for n, _ in rows)),
         num_rows=jnp.int32(len(rows)),
     )
-    out = paged_attention(
+    out = attention_of(impl)(
         jnp.asarray(q),
         jnp.asarray(pages[0]),
         jnp.asarray(pages[1]),
@@ -79,7 +92,6 @@ def run_case(case: Case, impl: str) -> tuple[np.ndarray, np.ndarray]:
         sliding_window=case.sliding_window,
         logit_softcap=case.logit_softcap,
         sinks=None if sinks is None else jnp.asarray(sinks, case.dtype),
-        impl=impl,
     )
     assert out.dtype == q.dtype
     total = starts[len(rows)]
@@ -127,7 +139,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(tuple(rows), page_size, sliding_window=window, seed=draw(st.integers(0, 999)))
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 @settings(max_examples=25)
 @given(case=cases())
 def test_ragged_steps_equal_the_oracle_and_read_no_poison(impl: str, case: Case) -> None:
@@ -135,7 +147,7 @@ def test_ragged_steps_equal_the_oracle_and_read_no_poison(impl: str, case: Case)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(1, 1, 64), (9, 3, 64), (16, 1, 80), (4, 4, 256)]
 )
@@ -150,7 +162,7 @@ def test_head_shapes(impl: str, heads: int, kv_heads: int, head_dim: int) -> Non
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 @pytest.mark.parametrize("window", [None, 20])
 def test_softcap(impl: str, window: int | None) -> None:
     case = Case(((1, 300), (40, 90)), logit_softcap=2.0, sliding_window=window)
@@ -158,7 +170,7 @@ def test_softcap(impl: str, window: int | None) -> None:
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 @pytest.mark.parametrize("window", [None, 20])
 def test_sinks_take_their_share(impl: str, window: int | None) -> None:
     case = Case(((1, 300), (1, 1), (40, 90)), sinks=True, sliding_window=window)
@@ -166,13 +178,13 @@ def test_sinks_take_their_share(impl: str, window: int | None) -> None:
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 def test_bfloat16_stays_within_its_precision(impl: str) -> None:
     out, expected = run_case(Case(((1, 370), (60, 200)), dtype="bfloat16"), impl)
     np.testing.assert_allclose(out, expected, atol=1e-2)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 def test_tokens_of_no_row_get_zeros(impl: str) -> None:
     batch = RaggedBatch(
         page_table=jnp.zeros((4, 2), jnp.int32),
@@ -182,11 +194,11 @@ def test_tokens_of_no_row_get_zeros(impl: str) -> None:
         num_rows=jnp.int32(0),
     )
     pages = jnp.full((2, 1, 8, 16), jnp.nan)
-    out = paged_attention(jnp.ones((16, 1, 16)), pages, pages, batch, scale=1.0, impl=impl)
+    out = attention_of(impl)(jnp.ones((16, 1, 16)), pages, pages, batch, scale=1.0)
     assert not np.asarray(out).any()
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 def test_a_row_is_bitwise_the_same_whatever_its_neighbours(impl: str) -> None:
     """Blocks of keys have a fixed size and order, so longer neighbours only add zeros."""
     rng = np.random.default_rng(0)
@@ -203,7 +215,7 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours(impl: str) -> None:
             num_decode_rows=jnp.int32(n),
             num_rows=jnp.int32(n),
         )
-        return np.asarray(paged_attention(q, pages[0], pages[1], batch, scale=0.2, impl=impl)[0])
+        return np.asarray(attention_of(impl)(q, pages[0], pages[1], batch, scale=0.2)[0])
 
     for length in (1, 77, 300):
         np.testing.assert_array_equal(first_row(length), first_row(length, 500))
