@@ -28,6 +28,8 @@ def main() -> None:
     llm = LLM(
         args.model,
         dtype=args.dtype,
+        quantization=args.quantization,
+        kernels=args.kernels,
         max_num_seqs=max(args.batch),
         max_model_len=max(args.prefill_len + 1, args.prompt_len + args.new_tokens),
         enable_prefix_caching=False,
@@ -73,7 +75,8 @@ def _conditions(llm: LLM, args: argparse.Namespace) -> str:
     if device.platform == "cpu":
         hardware = f"{_cpu_name()}, {os.cpu_count()} cores"
     return (
-        f"{llm.model_name}, {config.dtype}, on {hardware}; "
+        f"{llm.model_name}, {config.quantization or config.dtype} weights, {config.dtype} "
+        f"activations, {config.kernels} kernels, on {hardware}; "
         f"Python {platform.python_version()}, jax {jax.__version__}; "
         f"decode: prompts of {args.prompt_len} tokens, {args.new_tokens} new tokens each; "
         f"prefill: {args.prefill_len} tokens in chunks of {config.max_num_batched_tokens}; "
@@ -94,6 +97,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="as for `jaxinfer serve`; the default model if left out")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization")
+    parser.add_argument("--kernels", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--prompt-len", type=int, default=16)
     parser.add_argument("--new-tokens", type=int, default=128)

@@ -8,6 +8,8 @@ from jaxinfer.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8_e4m3")
+QUANTIZATIONS = ("int8",)
+KERNELS = ("auto", "xla", "cpu")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 ATTENTION_IMPLS = ("auto", "xla", "pallas", "triton", "mosaic", "interpret")
 
@@ -23,7 +25,10 @@ class EngineConfig:
         kv_cache_dtype: Of keys and values in KV pages. "auto" is `dtype`. "int8" and "fp8_e4m3"
             take about half the memory of bfloat16: each token's keys and values of a head share a
             scale.
-        quantization: Of the weights; only None so far.
+        quantization: Of the weights: "int8" keeps them in int8, the LM head included, and makes
+            activations int8 for each product. None: weights are in `dtype`.
+        kernels: "cpu" runs C++ kernels, which are compiled once, on first use; "xla" runs none.
+            "auto" is "cpu" where that can be, on one CPU device with a compiler, else "xla".
         max_model_len: Longest prompt + output, tokens. None: the model's, or what the pages hold.
         max_num_seqs: Most sequences in one step.
         max_num_batched_tokens: Most tokens in one step; longer prompts are computed in chunks.
@@ -54,6 +59,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
+    kernels: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -79,10 +85,9 @@ class EngineConfig:
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _one_of("attention_impl", self.attention_impl, ATTENTION_IMPLS)
+        _one_of("kernels", self.kernels, KERNELS)
         if self.quantization is not None:
-            raise ConfigError(
-                f"{self.quantization=} is not supported yet; leave it out to run at `dtype`"
-            )
+            _one_of("quantization", self.quantization, QUANTIZATIONS)
         for name in (
             "max_model_len",
             "max_num_seqs",

@@ -49,7 +49,9 @@ def convert(
     source = ModelSource.open(src)
     model_config = family_of(source.config).translate(source.config)
     tokenizer = tokenizer_of(source)
-    _, parameters = load_model(source, model_config, make_mesh(), jnp.dtype(dtype), on_progress)
+    _, parameters = load_model(
+        source, model_config, make_mesh(), jnp.dtype(dtype), on_progress=on_progress
+    )
     checkpoints.save_tree(
         path,
         parameters,

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxinfer import cpu_kernels
+from jaxinfer.nn.rope import RopeTable
 from pallas_kernels import (
     KVPages,
     RaggedBatch,
@@ -119,7 +121,7 @@ class PagedAttend:
         batches: The rows and their page tables, by group.
         slot_mapping: Where each token is written, by group.
         layer_groups: Each layer's group.
-        impl: See `pallas_kernels.paged_attention`.
+        impl: "cpu" for the C++ kernel; else see `pallas_kernels.paged_attention`.
         sharding: Of the pages. Where several devices hold them, each stores and attends to its own
             heads: XLA cannot divide a kernel.
     """
@@ -173,6 +175,37 @@ class PagedAttend:
         )
         return out
 
+    def write_and_attend(
+        self,
+        layer: int,
+        qkv: Float[Array, "T K G_plus_2 H"],
+        rope: RopeTable | None,
+        **options: Any,
+    ) -> Float[Array, "T N H"]:
+        """Do the same for heads that are neither normed nor rotated, in one kernel.
+
+        Args:
+            layer: Index.
+            qkv: Behind the queries of each KV head its key and value.
+            rope: The layer's positions, None for none.
+            options: Of `jaxinfer.cpu_kernels.write_and_attend`.
+        """
+        group = self._layer_groups[layer]
+        pages = self._layers[layer]
+        out, k_pages, v_pages = cpu_kernels.write_and_attend(
+            qkv,
+            pages.k_pages,
+            pages.v_pages,
+            self._batches[group],
+            self._slots[group],
+            cos=None if rope is None else rope.cos[:, 0],
+            sin=None if rope is None else rope.sin[:, 0],
+            interleaved=rope is not None and rope.interleaved,
+            **options,
+        )
+        self._layers[layer] = pages._replace(k_pages=k_pages, v_pages=v_pages)
+        return out
+
     def _on_own_heads(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let each device run the function on the heads that it holds."""
         heads = self._sharding.spec[1]
@@ -199,6 +232,11 @@ def _store_and_attend(
 ) -> tuple[Array, KVPages]:
     """Return what the queries gather, and the pages with the new keys and values in them."""
     q, k, v = new
+    if impl == "cpu":
+        pages = write_kv(k, v, pages, slot_mapping, impl="xla")
+        v_pages = pages.k_pages if pages.v_pages is None else pages.v_pages
+        out = cpu_kernels.paged_attention(q, pages.k_pages, v_pages, batch, sinks=sinks, **how)
+        return out, pages
     pages = write_kv(k, v, pages, slot_mapping, impl=impl)
     k_pages, v_pages, k_scales, v_scales = pages
     if v_pages is None:

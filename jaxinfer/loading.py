@@ -74,7 +74,13 @@ def load(config: EngineConfig, progress: bool = True) -> LoadedModel:
     tokenizer = tokenizer_of(ModelSource.open(config.tokenizer) if config.tokenizer else source)
     with _progress(progress) as stage:
         model, parameters = load_model(
-            source, model_config, mesh, jnp.dtype(config.dtype), stage("Loading weights")
+            source,
+            model_config,
+            mesh,
+            jnp.dtype(config.dtype),
+            quantization=config.quantization,
+            kernels=config.kernels,
+            on_progress=stage("Loading weights"),
         )
         runner = ModelRunner(
             model_config, model, parameters, mesh, runner_config(config, model_config)

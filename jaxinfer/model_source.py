@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 import checkpoints
 from checkpoints import TextAssets
 from jaxinfer.models import (
     ModelConfig,
+    Recipe,
     Transformer,
     family_of,
     flat_parameters,
     load_weights,
 )
+from jaxinfer.quant import operate
 from jaxinfer.sharding import parameter_shardings
 
 
@@ -72,20 +75,62 @@ def load_model(
     model_config: ModelConfig,
     mesh: jax.sharding.Mesh,
     dtype: Any,
+    *,
+    quantization: str | None = None,
+    kernels: str = "xla",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Transformer, dict[str, jax.Array]]:
-    """Return the abstract model and its parameters by dotted path, each in its sharding."""
-    model = nnx.eval_shape(lambda: Transformer(model_config, dtype))
-    _, state = nnx.split(model)
-    abstract = flat_parameters(state)
-    shardings = parameter_shardings(mesh, abstract)
+    """Return the abstract model and its parameters by dotted path, each in its sharding.
+
+    Args:
+        source: Where the weights are.
+        model_config: The model's sizes.
+        mesh: The devices.
+        dtype: Of activations, and of weights that are not quantized.
+        quantization: See `jaxinfer.quant.operate`.
+        kernels: See `jaxinfer.quant.operate`.
+        on_progress: Called with bytes done and in all.
+    """
+    original = nnx.state(abstract_model(model_config, dtype)[0])
+    model, recipes = abstract_model(model_config, dtype, quantization, kernels)
+    shardings = parameter_shardings(mesh, flat_parameters(nnx.state(model)))
     if source.checkpoint is None:
-        targets = {
-            path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[path])
-            for path, p in abstract.items()
-        }
-        return model, checkpoints.restore_tree(source.path, targets)
+        restored = _restore(source, mesh, original)
+        return model, _changed(restored, recipes, shardings)
     family = family_of(source.config)
     return model, load_weights(
-        source.checkpoint, family, model_config, state, shardings, on_progress
+        source.checkpoint, family, model_config, original, shardings, recipes, on_progress
     )
+
+
+def abstract_model(
+    model_config: ModelConfig, dtype: Any, quantization: str | None = None, kernels: str = "xla"
+) -> tuple[Transformer, list[Recipe]]:
+    """Return a model without weights, and how those that it has instead of others are made."""
+    model = nnx.eval_shape(lambda: Transformer(model_config, dtype))
+    return model, operate(model, dtype=dtype, quantization=quantization, kernels=kernels)
+
+
+def _restore(
+    source: ModelSource, mesh: jax.sharding.Mesh, state: nnx.State
+) -> dict[str, jax.Array]:
+    parameters = flat_parameters(state)
+    shardings = parameter_shardings(mesh, parameters)
+    targets = {
+        path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[path])
+        for path, p in parameters.items()
+    }
+    return checkpoints.restore_tree(source.path, targets)
+
+
+def _changed(
+    arrays: dict[str, jax.Array],
+    recipes: list[Recipe],
+    shardings: Mapping[str, jax.sharding.Sharding],
+) -> dict[str, jax.Array]:
+    """Replace, one recipe after the other, what the model has no use for."""
+    for recipe in recipes:
+        values = [np.asarray(arrays.pop(path), np.float32) for path in recipe.sources]
+        for path, made in zip(recipe.targets, recipe.make(*values), strict=True):
+            arrays[path] = jax.device_put(np.ascontiguousarray(made), shardings[path])
+    return arrays

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.cpu_kernels import BuildError, load_library
 from jaxinfer.errors import ConfigError
 from jaxinfer.kv_cache import CacheShape
 from jaxinfer.memory import cache_bytes
@@ -34,6 +35,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         dtype = "float32" if platform == "cpu" else "bfloat16"
     kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     _check_page_dtype(kv_cache_dtype, model_config)
+    kernels = _kernels(config, platform, same_dtype=kv_cache_dtype == dtype)
     longest = model_config.max_position_embeddings
     if config.max_model_len and config.max_model_len > longest:
         raise ConfigError(
@@ -66,6 +68,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         config,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
+        kernels=kernels,
         max_model_len=wanted,
         num_pages=num_pages,
         num_window_pages=num_window_pages if windows else config.num_window_pages,
@@ -110,6 +113,35 @@ def _check_attention(config: EngineConfig, dtype: str, shape: CacheShape) -> Non
     except NotImplementedError as error:
         raise ConfigError(f"attention_impl: {error}") from error
     logger.info("attention: %s", chosen)
+
+
+def _kernels(config: EngineConfig, platform: str, *, same_dtype: bool) -> str:
+    """Decide, and say, whether the C++ kernels run: on one CPU device, if they can be built.
+
+    Raises:
+        ConfigError: They were asked for and cannot run.
+    """
+    if config.kernels == "xla":
+        return "xla"
+    if platform != "cpu":
+        reason = f"the device is a {platform}"
+    elif config.tensor_parallel_size > 1:
+        reason = f"tensor_parallel_size is {config.tensor_parallel_size}"
+    elif config.attention_impl != "auto":
+        reason = f"attention_impl is {config.attention_impl}"
+    elif not same_dtype:
+        reason = f"kv_cache_dtype is {config.kv_cache_dtype}, not that of the activations"
+    else:
+        try:
+            logger.info("CPU kernels for %s", load_library().isa_names[0])
+            return "cpu"
+        except BuildError as error:
+            reason = str(error)
+    if config.kernels == "cpu":
+        raise ConfigError(f'kernels="cpu" cannot be had: {reason}; use "auto" or "xla"')
+    if platform == "cpu":
+        logger.warning("without CPU kernels, several times slower: %s", reason)
+    return "xla"
 
 
 def _page_counts(
@@ -166,6 +198,6 @@ def runner_config(config: EngineConfig, model_config: ModelConfig) -> RunnerConf
         kv_cache_dtype=page_dtype(config.kv_cache_dtype),
         windows=model_config.windows_within(config.max_model_len),
         num_window_pages=config.num_window_pages or 0,
-        attention_impl=config.attention_impl,
+        attention_impl="cpu" if config.kernels == "cpu" else config.attention_impl,
         num_decode_steps=config.num_decode_steps,
     )

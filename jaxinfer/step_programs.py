@@ -52,7 +52,7 @@ class RunnerConfig:
         windows: Each has a group of pages of its own.
         num_window_pages: Pages of each of these groups.
         num_decode_steps: Most decode steps in one dispatch.
-        attention_impl: See `pallas_kernels.paged_attention`.
+        attention_impl: "cpu" for the C++ kernel; else see `pallas_kernels.paged_attention`.
     """
 
     max_num_seqs: int

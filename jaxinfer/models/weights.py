@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,6 +33,26 @@ class TensorSource(Protocol):
     def names(self) -> list[str]: ...
     def info(self, name: str) -> TensorInfo: ...
     def read(self, name: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How parameters of a changed model are made from those that its family knows.
+
+    Attributes:
+        targets: Dotted paths in the changed model.
+        sources: Dotted paths in the original.
+        make: Values of the sources, float32 → values of the targets.
+    """
+
+    targets: tuple[str, ...]
+    sources: tuple[str, ...]
+    make: Callable[..., Sequence[np.ndarray]]
+
+
+def as_it_is(path: str) -> Recipe:
+    """A parameter that is not changed."""
+    return Recipe((path,), (path,), lambda values: (values,))
 
 
 class _WithoutPrefix:
@@ -71,8 +91,9 @@ class _Filling:
             return None
 
     def read(self, source: TensorSource, config: ModelConfig, dtype: Any) -> np.ndarray:
+        """Return the values, as a view where the tensors' own order is another."""
         parts = [source.read(name).astype(dtype, copy=False) for name in self.sources]
-        return np.ascontiguousarray(self.weight.assemble(np, parts, config))
+        return self.weight.assemble(np, parts, config)
 
 
 def flat_parameters(state: nnx.State) -> dict[str, nnx.Variable]:
@@ -89,9 +110,10 @@ def load_weights(
     config: ModelConfig,
     state: nnx.State,
     shardings: Mapping[str, jax.sharding.Sharding],
+    recipes: Sequence[Recipe] = (),
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, jax.Array]:
-    """Read every parameter of an abstract `state` into its sharding.
+    """Read every parameter of a model into its sharding.
 
     Host memory peaks at the largest parameter beyond what is already on the device.
 
@@ -99,12 +121,13 @@ def load_weights(
         source: The checkpoint.
         family: Whose table of weights applies.
         config: Decides which parameters exist.
-        state: Abstract parameters: shapes and dtypes.
-        shardings: Where each goes, by dotted path.
-        on_progress: Called with bytes done and in all.
+        state: Abstract parameters of the model as the family knows it: shapes and dtypes.
+        shardings: Where each of the model's parameters goes, by dotted path.
+        recipes: What the model has instead of parameters of `state`.
+        on_progress: Called with bytes of `state` done and in all.
 
     Returns:
-        Arrays by dotted path.
+        Arrays by dotted path, in the order of the tensors' reading.
 
     Raises:
         ModelError: Tensors are missing, unexpected or misshapen; all are listed.
@@ -117,10 +140,16 @@ def load_weights(
     sizes = {path: int(np.prod(p.shape)) * p.dtype.itemsize for path, p in parameters.items()}
     done, total = 0, sum(sizes.values())
     arrays = {}
-    for path, parameter in parameters.items():
-        values = fillings[path].read(source, config, parameter.dtype)
-        arrays[path] = jax.device_put(values, shardings[path])
-        done += sizes[path]
+    used = {path for recipe in recipes for path in recipe.sources}
+    for recipe in (*recipes, *(as_it_is(path) for path in parameters if path not in used)):
+        changed = recipe.targets != recipe.sources
+        values = [
+            fillings[path].read(source, config, np.float32 if changed else parameters[path].dtype)
+            for path in recipe.sources
+        ]
+        for path, made in zip(recipe.targets, recipe.make(*values), strict=True):
+            arrays[path] = jax.device_put(np.ascontiguousarray(made), shardings[path])
+        done += sum(sizes[path] for path in recipe.sources)
         on_progress(done, total)
     return arrays
 

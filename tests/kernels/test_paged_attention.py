@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,26 +11,38 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from jaxinfer import cpu_kernels
 from pallas_kernels import RaggedBatch, paged_attention
+from tests.kernels.cpu import CPU_ISAS, isa_or_skip
 from tests.kernels.oracle import Case, attend, cases, make_step
 
 IMPLEMENTATIONS = ("xla", "interpret")
 """Plain jnp, and the GPU kernels under an interpreter."""
 
+ALL = (*IMPLEMENTATIONS, *(f"cpu {isa}" for isa in CPU_ISAS))
+"""And the CPU kernels on each instruction set."""
+
+
+def attention_of(impl: str) -> Callable[..., jax.Array]:
+    """Return an implementation by its name; skip where it does not exist."""
+    if impl in IMPLEMENTATIONS:
+        return partial(paged_attention, impl=impl)
+    return partial(cpu_kernels.paged_attention, isa=isa_or_skip(impl.removeprefix("cpu ")))
+
 
 def check(case: Case, impl: str, tolerance: float | None = None) -> None:
     step = make_step(case)
-    step.check(attend(partial(paged_attention, impl=impl), step), tolerance)
+    step.check(attend(attention_of(impl), step), tolerance)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 @settings(max_examples=25)
 @given(case=cases(head_dim=16))
 def test_ragged_steps_equal_the_oracle_and_read_no_poison(impl: str, case: Case) -> None:
     check(case, impl)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(1, 1, 64), (9, 3, 64), (16, 1, 80), (4, 4, 256)]
 )
@@ -38,26 +51,29 @@ def test_head_shapes(impl: str, heads: int, kv_heads: int, head_dim: int) -> Non
     check(Case(rows, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim), impl)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 @pytest.mark.parametrize("window", [None, 20])
 def test_softcap(impl: str, window: int | None) -> None:
     case = Case(((1, 300), (40, 90)), logit_softcap=2.0, sliding_window=window)
     check(case, impl)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 @pytest.mark.parametrize("window", [None, 20])
 def test_sinks_take_their_share(impl: str, window: int | None) -> None:
     check(Case(((1, 300), (1, 1), (40, 90)), sinks=True, sliding_window=window), impl)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    # The engine has no float16 on a CPU.
+    [*((impl, "bfloat16") for impl in ALL), *((impl, "float16") for impl in IMPLEMENTATIONS)],
+)
 def test_short_floats_stay_within_their_precision(impl: str, dtype: str) -> None:
     check(Case(((1, 370), (60, 200)), dtype=dtype), impl)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 def test_tokens_of_no_row_get_zeros(impl: str) -> None:
     batch = RaggedBatch(
         page_table=jnp.zeros((4, 2), jnp.int32),
@@ -67,11 +83,11 @@ def test_tokens_of_no_row_get_zeros(impl: str) -> None:
         num_rows=jnp.int32(0),
     )
     pages = jnp.full((2, 1, 8, 16), jnp.nan)
-    out = paged_attention(jnp.ones((16, 1, 16)), pages, pages, batch, scale=1.0, impl=impl)
+    out = attention_of(impl)(jnp.ones((16, 1, 16)), pages, pages, batch, scale=1.0)
     assert not np.asarray(out).any()
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", ALL)
 def test_a_row_is_bitwise_the_same_whatever_its_neighbours(impl: str) -> None:
     """Blocks of keys have a fixed size and order, so longer neighbours only add zeros."""
     rng = np.random.default_rng(0)
@@ -88,7 +104,7 @@ def test_a_row_is_bitwise_the_same_whatever_its_neighbours(impl: str) -> None:
             num_decode_rows=jnp.int32(n),
             num_rows=jnp.int32(n),
         )
-        return np.asarray(paged_attention(q, pages[0], pages[1], batch, scale=0.2, impl=impl)[0])
+        return np.asarray(attention_of(impl)(q, pages[0], pages[1], batch, scale=0.2)[0])
 
     for length in (1, 77, 300):
         np.testing.assert_array_equal(first_row(length), first_row(length, 500))

@@ -1,0 +1,156 @@
+// Vectors of the instruction set that this is compiled for: 16, 8 or 4 floats, and what is computed
+// with them. Compilers' vector extensions; only what they cannot say is in intrinsics, in tile.h.
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace jaxinfer {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef uint8_t vb __attribute__((vector_size(W)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+#define JI_INLINE inline __attribute__((always_inline))
+
+template <class To, class From>
+JI_INLINE To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+JI_INLINE vf splat(float x) { return x - vf{}; }
+JI_INLINE vi splat(int32_t x) { return x - vi{}; }
+JI_INLINE vu splat(uint32_t x) { return x - vu{}; }
+
+JI_INLINE vi lane_index() {
+  vi v{};
+  for (int i = 0; i < W; i++) v[i] = i;
+  return v;
+}
+
+// --- loading and storing ---
+
+JI_INLINE vf load(const float* p) {
+  vf v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+JI_INLINE vf load(const bf16* p) {
+  vh v;
+  memcpy(&v, p, sizeof v);
+  return bits_as<vf>(__builtin_convertvector(v, vu) << 16);
+}
+
+JI_INLINE vu load_words(const void* p) {
+  vu v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+JI_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+
+// The upper half of each float, rounded to the nearest even; NaN stays NaN.
+JI_INLINE vu to_bf16_bits(vf v) {
+  vu bits = bits_as<vu>(v);
+  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return v == v ? rounded : (bits >> 16) | 0x40;
+}
+
+JI_INLINE void store(bf16* p, vf v) {
+  vh h = __builtin_convertvector(to_bf16_bits(v), vh);
+  memcpy(p, &h, sizeof h);
+}
+
+JI_INLINE void store_words(void* p, vu v) { memcpy(p, &v, sizeof v); }
+
+// The first n of W; the others are zero, and are neither read nor written.
+template <class T>
+JI_INLINE vf load_part(const T* p, int n) {
+  if (n >= W) return load(p);
+  T part[W] = {};
+  memcpy(part, p, n * sizeof(T));
+  return load(part);
+}
+
+template <class T>
+JI_INLINE void store_part(T* p, vf v, int n) {
+  if (n >= W) return store(p, v);
+  T part[W];
+  store(part, v);
+  memcpy(p, part, n * sizeof(T));
+}
+
+// --- arithmetic ---
+
+// Of two, the second where either is NaN.
+JI_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
+JI_INLINE vf absolute(vf v) { return bits_as<vf>(bits_as<vu>(v) & 0x7fffffffu); }
+
+// Lanes are added in halves, whatever W is: the same order each time.
+JI_INLINE float sum(vf v) {
+  float x[W];
+  store(x, v);
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) x[i] += x[i + n];
+  return x[0];
+}
+
+JI_INLINE float largest(vf v) {
+  float x[W];
+  store(x, v);
+  for (int n = W / 2; n > 0; n /= 2)
+    for (int i = 0; i < n; i++) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
+  return x[0];
+}
+
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+
+// e^x to 2 units in the last place; 0 below -87, where the result would be subnormal; NaN for NaN.
+JI_INLINE vf exponential(vf x) {
+  vf capped = x > 88.0f ? splat(88.0f) : x;
+  capped = capped < -87.0f ? splat(-87.0f) : capped;
+  vf shifted = capped * 1.44269504f + kRound;
+  vf n = shifted - kRound;
+  vf r = capped - n * 0.693359375f + n * 2.12194440e-4f;
+  vf p = 1.9875691500e-4f * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  // The low bits of `shifted` hold n; moved to the exponent they scale by 2^n.
+  vf result = bits_as<vf>(bits_as<vi>(p) + (bits_as<vi>(shifted) << 23));
+  result = x < -87.0f ? splat(0.0f) : result;
+  return x > 88.0f ? splat(__builtin_inff()) : result;
+}
+
+JI_INLINE vf sigmoid(vf x) { return 1.0f / (1.0f + exponential(-x)); }
+JI_INLINE vf hyperbolic_tangent(vf x) { return 1.0f - 2.0f / (1.0f + exponential(2.0f * x)); }
+
+}  // namespace
+}  // namespace jaxinfer
