@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.capability import Problem, choose, current_device
-from pallas_kernels.kv_pages import KVPages, has_scales, quantize
+from pallas_kernels.kv_pages import KVPages, quantize
 from pallas_kernels.ragged_batch import slot_coordinates
 from pallas_kernels.shapes import Array, Float, Int
 
@@ -67,15 +67,14 @@ def xla_write_kv(
     # A negative index would count from the end.
     page = jnp.where(page < 0, num_pages, page)
 
-    def write(new: Array | None, stored: Array | None, scales: Array | None):
-        if new is None or stored is None:
-            return stored, scales
-        if has_scales(stored.dtype):
+    def write(new: Array, stored: Array, scales: Array | None) -> tuple[Array, Array | None]:
+        if scales is not None:
             new, new_scales = quantize(new, stored.dtype)
-            assert scales is not None, f"{stored.dtype} pages need scales"
             scales = scales.at[page, :, offset].set(new_scales, mode="drop")
         return stored.at[page, :, offset].set(new.astype(stored.dtype), mode="drop"), scales
 
     k_pages, k_scales = write(k, pages.k_pages, pages.k_scales)
+    if v is None or pages.v_pages is None:
+        return KVPages(k_pages, None, k_scales)
     v_pages, v_scales = write(v, pages.v_pages, pages.v_scales)
     return KVPages(k_pages, v_pages, k_scales, v_scales)

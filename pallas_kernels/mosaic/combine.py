@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.mosaic.softmax import LOG2E, MASKED
 from pallas_kernels.shapes import Array, Float
@@ -39,7 +40,10 @@ def combine(
         total = jnp.exp2(scores - most)
     weights = jnp.where(used, jnp.exp2(row_max - most[:, None]), 0.0)
     parts = jnp.where(used[..., None], acc, 0.0) * weights[..., None]
-    total += _sum_in_order(row_sum * weights)
+    # Products are rounded before they are added. The compiler would fuse some with their addition,
+    # and which ones would depend on the number of splits.
+    parts, sums = lax.optimization_barrier((parts, row_sum * weights))
+    total += _sum_in_order(sums)
     return _sum_in_order(parts) / jnp.where(total > 0, total, 1.0)[..., None]
 
 

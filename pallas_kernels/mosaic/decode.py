@@ -359,7 +359,7 @@ def _kernel(
         step = lambda i, state: _step(  # noqa: E731
             i, state, split, ring, queries, tile, shape
         )
-        start = softmax.start(shape.head_dim, None)
+        start = softmax.start(shape.head_dim)
         state = lax.fori_loop(jnp.int32(0), split.num_steps, step, start)
         sums.at[0][...] = state.row_max
         sums.at[1][...] = state.row_sum
@@ -412,7 +412,7 @@ def _step(
     return state._replace(acc=acc)
 
 
-def _seen(first_key: Array, tile: Array, dims: tuple[int, int], shape: _Shape) -> Array:
+def _seen(first_key: Array, tile: Array, dims: tuple[int, ...], shape: _Shape) -> Array:
     """Return which keys each row sees; `first_key` is counted from the row's first token."""
     key = plgpu.broadcasted_iota(jnp.int32, dims, 1, layout=TILE) + first_key
     if shape.max_query_len == 1:

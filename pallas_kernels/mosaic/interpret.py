@@ -37,4 +37,5 @@ def accumulate(acc: Array, weights: Array, values: Any, *, interpret: Any) -> Ar
     def multiply(acc_ref):
         plgpu.wgmma(acc_ref, weights, values)
 
-    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+    product: Any = pl.run_state(multiply)(plgpu.ACC.init(acc))
+    return product

@@ -16,6 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic.ring import Kind, Ring
 from pallas_kernels.shapes import Array
 
+MOST_PLACES = 8
+"""Pages that a producer holds in registers, of which it has few: half as many where there are more
+than one such part of a block."""
+
 
 @dataclass(frozen=True)
 class Pages:
@@ -43,14 +47,14 @@ class Pages:
     copy_len: int
     page_size: int
 
-    def locate(self, first_key: Array, block_k: int) -> list[tuple[Array, Array]]:
-        """Return page and offset for each copy of the block of keys that starts at `first_key`."""
+    def locate(self, first_key: Array, copies: range) -> list[tuple[Array, Array]]:
+        """Return page and offset for some copies of the block that starts at `first_key`."""
         first = lax.div(first_key, jnp.int32(self.copy_len))
         least = lax.div(self.oldest, jnp.int32(self.copy_len))
         most = lax.div(self.seq_len - 1, jnp.int32(self.copy_len))
         copies_per_page = jnp.int32(self.page_size // self.copy_len)
         places = []
-        for i in range(block_k // self.copy_len):
+        for i in copies:
             copy = jnp.clip(first + i, least, most)
             page = self.table[self.row, lax.div(copy, copies_per_page)]
             # Written as a product, from which the compiler knows that it starts a tile.
@@ -58,12 +62,18 @@ class Pages:
         return places
 
     def copy(
-        self, pages: Any, places: list[tuple[Array, Array]], ring: Ring, kind: Kind, step: Array
+        self,
+        pages: Any,
+        copies: range,
+        places: list[tuple[Array, Array]],
+        ring: Ring,
+        kind: Kind,
+        step: Array,
     ) -> None:
-        """Start the copies of a block into the step's slot of the ring."""
+        """Start some copies of a block into the step's slot of the ring."""
         slot = ring.slot(step)
         target, barrier = {"k": ring.k, "v": ring.v}[kind].at[slot], ring.full[kind].at[slot]
-        for i, (page, offset) in enumerate(places):
+        for i, (page, offset) in zip(copies, places, strict=True):
             source = pages.at[page, self.head]
             if self.copy_len < self.page_size:
                 source = source.at[pl.ds(offset, self.copy_len)]
@@ -76,13 +86,19 @@ def load_blocks(
 ) -> None:
     """Be the producer: bring `num_steps` blocks of keys and values, from `first_key` on."""
     _, block_k, _ = ring.k.shape
+    num_copies = block_k // pages.copy_len
+    size = MOST_PLACES if num_copies == MOST_PLACES else MOST_PLACES // 2
+    parts = [range(i, min(i + size, num_copies)) for i in range(0, num_copies, size)]
 
     @pl.loop(0, num_steps)
     def _(step):
+        first = first_key + step * block_k
         # The table is read while the slot is still in use.
-        places = pages.locate(first_key + step * block_k, block_k)
+        places = pages.locate(first, parts[0])
         for kind, source in (("k", k_pages), ("v", v_pages)):
             ring.wait_free(kind, step)
-            pages.copy(source, places, ring, kind, step)
+            pages.copy(source, parts[0], places, ring, kind, step)
+            for part in parts[1:]:
+                pages.copy(source, part, pages.locate(first, part), ring, kind, step)
 
     ring.drain(num_steps)

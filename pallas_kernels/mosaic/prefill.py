@@ -151,21 +151,21 @@ def paged_prefill(
     work = plan_tiles(batch, T, shape.tile_tokens, fill=out is None)
     # TMA takes swizzled rows by eights.
     padding = ((0, -T % 8), (0, 0), (0, 0))
-    operands = [jnp.pad(q, padding), k_pages, v_pages, work, batch.page_table]
+    operands: list[Any] = [jnp.pad(q, padding), k_pages, v_pages, work, batch.page_table]
     if sinks is not None:
         operands.append(_sink_rows(sinks, shape))
     q_type = jax.ShapeDtypeStruct(operands[0].shape, q.dtype)
-    if out is not None:
-        # A reference is written in place.
-        out = jax.new_ref(jnp.pad(out, padding))
-        operands.append(out)
+    # A reference is written in place.
+    target = None if out is None else jax.new_ref(jnp.pad(out, padding))
+    if target is not None:
+        operands.append(target)
 
     def body(*refs, **scratch):
         _kernel(*refs, scratch=scratch, shape=shape, ring_type=ring_type)
 
     result = plgpu.kernel(
         body,
-        out_type=q_type if out is None else (),
+        out_type=q_type if target is None else (),
         grid=(N // heads_per_tile, work.shape[0]),
         grid_names=("heads", "tile"),
         scratch_types=_scratch(shape),
@@ -175,7 +175,7 @@ def paged_prefill(
         kernel_name="mosaic_paged_prefill",
         interpret=interpret,
     )(*operands)
-    return (result if out is None else jax.freeze(out))[:T]
+    return (result if target is None else jax.freeze(target))[:T]
 
 
 def plan_tiles(
@@ -358,10 +358,11 @@ def _kernel(
         def _():
             group = _Group(shape, tile, ring, wg, heads, scratch)
             group.load_queries(q_ref)
+            state = group.attend()
             sinks = None
             if sinks_ref:
                 sinks = plgpu.load(sinks_ref[0].at[heads], layout=TILE.reduce(1), optimized=False)
-            out = group.attend(softmax.start(shape.head_dim, sinks))
+            out = softmax.finish(state, sinks)
             _Group(shape, read_tile(), ring, wg, heads, scratch).store(out, out_ref)
 
 
@@ -414,13 +415,14 @@ class _Group:
             plgpu.copy_gmem_to_smem(source, queries.at[i * n : (i + 1) * n], barrier)
         plgpu.barrier_wait(barrier)
 
-    def attend(self, state: Running) -> Array:
-        """Return the output of all keys, float32 [ROWS, H]."""
+    def attend(self) -> Running:
+        """Return the softmax over all keys."""
         tile = self.tile
         _ = self.distance, self.num_keys  # outside of the loops
         # Taking turns: at each meeting one warpgroup has issued its products and goes on to its
         # exponentials, for the other it is the reverse. Warpgroup 0 is one meeting ahead.
         pl.when(self.wg == 1)(self.ring.meet)
+        state = softmax.start(self.shape.head_dim)
         step = lambda masked: lambda i, state: self.step(i, state, masked=masked)  # noqa: E731
         if self.shape.head_dim > MOST_UNMASKED:
             state = lax.fori_loop(jnp.int32(0), tile.num_steps, step(True), state)
@@ -430,7 +432,7 @@ class _Group:
             state = lax.fori_loop(tile.full_start, tile.full_end, step(False), state)
             state = lax.fori_loop(tile.full_end, tile.num_steps, step(True), state)
         pl.when(self.wg == 0)(self.ring.meet)
-        return softmax.finish(state)
+        return state
 
     def step(self, step: Array, state: Running, *, masked: bool) -> Running:
         ring, rule = self.ring, self.shape.rule
@@ -461,17 +463,17 @@ class _Group:
         ring.release("v", step)
         return state._replace(acc=acc)
 
-    def seen(self, step: Array, shape: tuple[int, int]) -> Array:
+    def seen(self, step: Array, shape: tuple[int, ...]) -> Array:
         """Return which keys of a block each row sees."""
         token = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE)
         token &= self.shape.group_tokens - 1
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=TILE)
         # Differences of keys and tokens would be the same in all steps, and be kept in registers.
         key += step * self.shape.tiles.block_k - self.distance
-        seen = key <= token
-        if self.shape.sliding_window is not None:
-            seen &= key > token - self.shape.sliding_window
-        return seen
+        if self.shape.sliding_window is None:
+            return key <= token
+        # 0 <= token - key < window, as one comparison: a later key is a huge unsigned number.
+        return (token - key).astype(jnp.uint32) < self.shape.sliding_window
 
     def clear_unused_values(self, step: Array) -> None:
         """Zero the block's slots behind the row's last key.

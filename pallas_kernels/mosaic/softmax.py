@@ -66,19 +66,19 @@ class ScoreRule:
         """Apply the cap. tanh by exponentials: the hardware's tanh has 11 bits, times the cap."""
         if self.softcap is None:
             return products
-        doubled = jnp.exp2(products * (2.0 * LOG2E * self.scale / self.softcap))
-        return self.softcap - (2.0 * self.softcap) * (1.0 / (1.0 + doubled))
+        grown = jnp.exp2(products * (2.0 * LOG2E * self.scale / self.softcap))
+        # Its square is the reciprocal of 1 + grown; a division would take four instructions.
+        root = lax.rsqrt(1.0 + grown)
+        return self.softcap - (2.0 * self.softcap) * root * root
 
 
-def start(head_dim: int, row_max: Array | None) -> Running:
-    """Return the softmax of no keys; of one key with score `row_max` and value 0 if it is given."""
-    acc = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), TILE)
+def start(head_dim: int) -> Running:
+    """Return the softmax of no keys."""
     full = lambda value: plgpu.layout_cast(  # noqa: E731
         jnp.full((ROWS,), value, jnp.float32), TILE.reduce(1)
     )
-    if row_max is None:
-        return Running(acc, full(MASKED), full(0.0))
-    return Running(acc, row_max, full(1.0))
+    acc = plgpu.layout_cast(jnp.zeros((ROWS, head_dim), jnp.float32), TILE)
+    return Running(acc, full(MASKED), full(0.0))
 
 
 def see(state: Running, scores: Array, log2_scale: float) -> tuple[Running, Array]:
@@ -100,10 +100,20 @@ def see(state: Running, scores: Array, log2_scale: float) -> tuple[Running, Arra
     return Running(acc, row_max, state.row_sum * rescale + weights.sum(axis=1)), weights
 
 
-def finish(state: Running) -> Array:
-    """Return the weighted mean of the values, float32 [ROWS, H]; zeros where nothing was seen."""
-    inverse = 1.0 / jnp.maximum(state.row_sum, 1e-30)
-    return state.acc * lax.broadcast_in_dim(inverse, state.acc.shape, [0])
+def finish(state: Running, sinks: Array | None) -> Array:
+    """Return the weighted mean of the values, float32 [ROWS, H]; zeros where nothing was seen.
+
+    Args:
+        state: After all keys.
+        sinks: float32 [ROWS], scores to base 2 that take part with a value of zero.
+    """
+    rescale, row_sum = 1.0, state.row_sum
+    if sinks is not None:
+        row_max = jnp.maximum(state.row_max, sinks)
+        rescale = jnp.exp2(state.row_max - row_max)
+        row_sum = row_sum * rescale + jnp.exp2(sinks - row_max)
+    mean = rescale / jnp.maximum(row_sum, 1e-30)
+    return state.acc * lax.broadcast_in_dim(mean, state.acc.shape, [0])
 
 
 def clear_values_from(values, first: Array, *, head_dim: int, columns: int) -> None:

@@ -33,7 +33,6 @@ class MosaicPrefillTiles:
     num_stages: int
 
     def __post_init__(self) -> None:
-        _check(self, self.block_k, self.num_stages, self.shared_bytes)
         # Accumulator, scores and weights in the 240 registers that a computing thread has.
         registers = self.head_dim // 2 + self.block_k // 2 + self.block_k // 4
         if registers > 200:
@@ -42,6 +41,7 @@ class MosaicPrefillTiles:
                 "thread for accumulator, scores and weights, and at most 200 are free for them; "
                 "use a smaller block_k"
             )
+        _check(self, self.block_k, self.num_stages, self.shared_bytes)
 
     @property
     def shared_bytes(self) -> int:

@@ -208,9 +208,9 @@ def _num_programs(T: int, B: int, num_heads: int, tokens: int) -> int:
     """Return how many programs share the tiles of a head (or of a part of its query heads).
 
     There can be many more tiles than a step usually has: up to one for each row, which may be a
-    few tokens. A program for each would cost a step that has none, of one-token rows only, 15 µs a
-    layer at 256 rows just to start them and find nothing to do. So there are as many as full tiles
-    fit into the step, and as the GPU computes at a time; each takes every so many-th tile.
+    few tokens. With a program for each, a step of one-token rows only would start thousands, wave
+    after wave, to find nothing to do. So there are as many as full tiles fit into the step, and as
+    the GPU computes at a time; each takes every so many-th tile.
     """
     return min(T // tokens + min(B, T), max(T // tokens, -(-NUM_MULTIPROCESSORS // num_heads)))
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import KVPages, has_scales, write_kv
 from pallas_kernels.kv_pages import LARGEST, quantize
+from pallas_kernels.triton.kv_write import triton_write_kv
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 NUM_PAGES, PAGE_SIZE, K = 7, 4, 3
@@ -107,7 +108,7 @@ def test_every_result_of_the_kernel_is_one_of_its_arguments(dtype: str) -> None:
     """Donated pages have no second copy, whatever XLA would do."""
     pages = make_pages(np.random.default_rng(0), dtype, 64)
     new, slots = jnp.zeros((8, K, 64)), jnp.zeros(8, jnp.int32)
-    write = partial(write_kv, impl="interpret")
+    write = partial(triton_write_kv, interpret=True)
     (call,) = (
         equation
         for equation in jax.make_jaxpr(write)(new, new, pages, slots).eqns
