@@ -205,7 +205,7 @@ def _line(number: int, raw: bytes, urls: Collection[str]) -> BatchLine:
         custom_id = given
         if entry.get("method", "POST") != "POST":
             raise InvalidRequestError(f'method must be "POST", got {quoted(entry["method"])}')
-        url = entry.get("url")
+        url = entry.get("url", "")
         if url not in urls:
             raise InvalidRequestError(f"url must be one of {', '.join(urls)}, got {quoted(url)}")
         body = entry.get("body")

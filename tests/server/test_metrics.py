@@ -218,10 +218,9 @@ def test_every_name_on_the_dashboard_is_exported(prefix: str):
     }}  # fmt: skip
     for expression in [*expressions, model]:
         plain = expression.replace("${prefix}", prefix).replace("[$__rate_interval]", "")
-        names = re.findall(
-            r"[a-z_][a-z0-9_:]*(?=\{|\)|,|$)", re.sub(r"by \([a-z_, ]+\)", "", plain)
-        )
-        names = [n for n in names if n not in ("model_name",)]
+        outside_by = re.sub(r"by \([a-z_, ]+\)", "", plain)
+        names = re.findall(r"[a-z_][a-z0-9_:]*(?=\{|\)|,|$)", outside_by)
+        names = [n for n in names if n != "model_name"]
         assert names and set(names) <= set(labels), (expression, set(names) - set(labels))
         grouped = {
             g.strip() for by in re.findall(r"by \(([a-z_, ]+)\)", plain) for g in by.split(",")
