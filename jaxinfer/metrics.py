@@ -31,6 +31,7 @@ class EngineStats:
         num_multi_steps: Dispatches of several decode steps, ever.
         num_corrupted_requests: Sequences ended because their logits held a NaN, ever.
         compilations_total: Graphs compiled, ever.
+        compilations_pending: Graphs that are being compiled ahead of their use.
         compilations_after_warmup: Graphs compiled while serving; anything but 0 is a defect.
         finished: Sequences that ended, by finish reason, ever.
     """
@@ -50,6 +51,7 @@ class EngineStats:
     num_multi_steps: int = 0
     num_corrupted_requests: int = 0
     compilations_total: int = 0
+    compilations_pending: int = 0
     compilations_after_warmup: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 

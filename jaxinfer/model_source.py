@@ -73,17 +73,29 @@ def load_model(
     mesh: jax.sharding.Mesh,
     dtype: Any,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_model: Callable[[Transformer, dict[str, jax.ShapeDtypeStruct]], None] = lambda *_: None,
 ) -> tuple[Transformer, dict[str, jax.Array]]:
-    """Return the abstract model and its parameters by dotted path, each in its sharding."""
+    """Return the abstract model and its parameters by dotted path, each in its sharding.
+
+    Args:
+        source: Where the weights are.
+        model_config: The model's sizes.
+        mesh: The devices.
+        dtype: Of the weights.
+        on_progress: Called with what is done and the total.
+        on_model: Called before any weight is read, with the model and what its parameters will be:
+            compiling may begin.
+    """
     model = nnx.eval_shape(lambda: Transformer(model_config, dtype))
     _, state = nnx.split(model)
     abstract = flat_parameters(state)
     shardings = parameter_shardings(mesh, abstract)
+    targets = {
+        path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[path])
+        for path, p in abstract.items()
+    }
+    on_model(model, targets)
     if source.checkpoint is None:
-        targets = {
-            path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[path])
-            for path, p in abstract.items()
-        }
         return model, checkpoints.restore_tree(source.path, targets)
     family = family_of(source.config)
     return model, load_weights(
