@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,22 @@ def buckets(largest: int) -> tuple[int, ...]:
 
 def bucket_of(count: int, sizes: Sequence[int]) -> int:
     """Return the smallest size that holds `count`."""
-    for size in sizes:
+    return sizes_from(count, sizes)[0]
+
+
+def sizes_from(count: int, sizes: Sequence[int]) -> Sequence[int]:
+    """Return the sizes, in ascending order, that hold `count`."""
+    for i, size in enumerate(sizes):
         if count <= size:
-            return size
+            return sizes[i:]
     raise AssertionError(f"{count} exceeds the largest bucket {sizes[-1]}")
 
 
 class Programs:
-    """Compiled programs by key.
+    """Compiled programs by key. Each is compiled once, whoever asks and however often.
 
-    A missing one is compiled on first use and counted: after warm-up that must not happen.
+    Left alone, a program is compiled on first use, by whoever uses it. After `start`, threads
+    compile all of them, and who needs one that is not ready waits for it, in front of all others.
 
     Args:
         lowerings: How to lower each program that may be needed, most urgent first.
@@ -48,10 +54,17 @@ class Programs:
     def __init__(self, lowerings: Mapping[Hashable, Callable[[], jax.stages.Lowered]]):
         self._lowerings = dict(lowerings)
         self._compiled: dict[Hashable, Any] = {}
+        self._errors: dict[Hashable, BaseException] = {}
+        # Guards what follows; told when a program is ready, or a thread gone.
+        self._changed = threading.Condition()
+        self._queue: list[Hashable] = []
+        self._building: set[Hashable] = set()
+        self._num_threads = 0
 
     def __getitem__(self, key: Hashable) -> Any:
         if key not in self._compiled:
-            self._compiled[key] = self._lowerings[key]().compile()
+            self._urge(key)
+            self._obtain(key)
         return self._compiled[key]
 
     def __len__(self) -> int:
@@ -61,28 +74,121 @@ class Programs:
         """Trace a program without compiling it, for inspection."""
         return self._lowerings[key]()
 
-    def compile_all(
-        self, on_progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> None:
-        """Compile what is missing, several at a time; `on_progress` gets programs done, in all."""
-        missing = [key for key in self._lowerings if key not in self._compiled]
-        on_progress(0, len(missing))
-        pool = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
-        try:
-            futures = {pool.submit(self._build, key): key for key in missing}
-            for done, future in enumerate(as_completed(futures), start=1):
-                self._compiled[futures[future]] = future.result()
-                on_progress(done, len(missing))
-        finally:
-            # After Ctrl-C nobody waits for the programs still queued.
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _build(self, key: Hashable) -> Any:
-        return self._lowerings[key]().compile()
-
     def keys(self) -> Iterable[Hashable]:
         """All programs that may be needed."""
         return self._lowerings.keys()
+
+    @property
+    def num_pending(self) -> int:
+        """Programs that threads are compiling or still have to."""
+        with self._changed:
+            return len(self._queue) + len(self._building)
+
+    def start(self, first: Sequence[Hashable] = ()) -> None:
+        """Compile what is missing in threads: `first` with all cores, the rest by and by.
+
+        The rest is one low-priority thread's, beside a process that serves already.
+        """
+        with self._changed:
+            if self._num_threads:
+                return
+            order = dict.fromkeys([*first, *self._lowerings])
+            self._queue = [key for key in order if key not in self._compiled]
+            self._num_threads = min(8, os.cpu_count() or 1)
+            for i in range(self._num_threads):
+                # Not daemons: one that is inside XLA when Python ends crashes the process.
+                threading.Thread(
+                    target=self._work, args=(set(first), i == 0), name=f"jaxinfer-compile-{i}"
+                ).start()
+
+    def wait(
+        self,
+        keys: Iterable[Hashable] | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Wait for programs that `start` began, all if None; `on_progress` gets done and total."""
+        keys = list(self._lowerings if keys is None else keys)
+        for done, key in enumerate(keys):
+            on_progress(done, len(keys))
+            self._obtain(key)
+        on_progress(len(keys), len(keys))
+
+    def smallest_ready(self, kind: str, sizes: Sequence[int]) -> int | None:
+        """Return the first of `sizes` whose program need not be waited for; None if there is none.
+
+        The first one that is not ready will be the next to be compiled: it is wanted.
+        """
+        if (kind, sizes[0]) in self._compiled or not self._num_threads:
+            return sizes[0]
+        self._urge((kind, sizes[0]))
+        return next((size for size in sizes if (kind, size) in self._compiled), None)
+
+    def close(self) -> None:
+        """Give up what is not begun; used later, it is compiled by its user."""
+        with self._changed:
+            self._queue.clear()
+
+    def _urge(self, key: Hashable) -> None:
+        with self._changed:
+            if key in self._queue:
+                self._queue.remove(key)
+                self._queue.insert(0, key)
+
+    def _obtain(self, key: Hashable) -> None:
+        """Return once a program is compiled, or raise what went wrong."""
+        with self._changed:
+            while key in self._queue or key in self._building:
+                self._changed.wait()
+            if key in self._compiled:
+                return
+            if key not in self._errors:
+                self._building.add(key)
+        if key not in self._errors:
+            self._build(key)
+        if key in self._errors:
+            raise self._errors[key]
+
+    def _work(self, first: set[Hashable], stays: bool) -> None:
+        try:
+            while True:
+                with self._changed:
+                    is_rest = not any(key in first for key in self._queue)
+                    # Who ends the process does not wait for programs that nobody will use.
+                    ends = not threading.main_thread().is_alive()
+                    if not self._queue or ends or (is_rest and not stays):
+                        return
+                    key = self._queue.pop(0)
+                    self._building.add(key)
+                if is_rest:
+                    _yield_to_others()
+                self._build(key)
+        finally:
+            with self._changed:
+                self._num_threads -= 1
+                if not self._num_threads:
+                    self._queue.clear()
+                self._changed.notify_all()
+
+    def _build(self, key: Hashable) -> None:
+        compiled, error = None, None
+        try:
+            compiled = self._lowerings[key]().compile()
+        except Exception as e:  # who needs it gets it raised
+            error = e
+        finally:
+            with self._changed:
+                self._building.discard(key)
+                if compiled is not None:
+                    self._compiled[key] = compiled
+                elif error is not None:
+                    self._errors[key] = error
+                self._changed.notify_all()
+
+
+def _yield_to_others() -> None:
+    """Let threads that serve go first, where the system knows priorities of threads (Linux)."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class CompileGuard:

@@ -31,12 +31,15 @@ class Runner[Hidden, InFlight](Protocol):
     @property
     def windows(self) -> tuple[int, ...]: ...
     @property
-    def max_decode_steps(self) -> int: ...
+    def num_programs_pending(self) -> int: ...
+    def max_decode_steps(self, num_rows: int) -> int: ...
     def decode(self, plan: StepPlan) -> InFlight: ...
     def forward(self, plan: StepPlan) -> Hidden: ...
     def sample(self, plan: StepPlan, hidden: Hidden) -> InFlight: ...
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult: ...
     def forget(self, request_id: str) -> None: ...
+    def finish_warmup(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Engine:
@@ -87,7 +90,7 @@ class Engine:
         self._token_buckets = buckets(config.max_num_batched_tokens)
         self._row_buckets = buckets(config.max_num_seqs)
         self._in_flight: tuple[StepPlan, object] | None = None
-        self._timer = StepTimer(min(config.num_decode_steps, runner.max_decode_steps))
+        self._timer = StepTimer(config.num_decode_steps)
         self._busy_since = 0.0  # when the step in flight had the device for itself
         self._stats = EngineStats(num_pages=self.scheduler.pages.num_pages)
 
@@ -146,8 +149,15 @@ class Engine:
             self._forget(request_id, reason)
 
     def warmed_up(self) -> None:
-        """Say that everything is compiled: from here on a compilation is a defect, and counted."""
+        """Say that nothing is left to be compiled in a step: from here on that is counted.
+
+        Programs that other threads still compile do not count, nor does waiting for one.
+        """
         self._guard.reset()
+
+    def finish_warmup(self) -> None:
+        """Wait until every program is compiled; to be called before anything is measured."""
+        self.runner.finish_warmup()
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do."""
@@ -206,7 +216,10 @@ class Engine:
         scheduler = self.scheduler
         if self._in_flight is None:
             self._busy_since = time.monotonic()
-        plan = scheduler.schedule(self._timer.max_steps(scheduler.num_running))
+        num_steps = self._timer.max_steps(scheduler.num_running)
+        if num_steps > 1:
+            num_steps = min(num_steps, self.runner.max_decode_steps(scheduler.num_running))
+        plan = scheduler.schedule(num_steps)
         self._stats.num_steps += bool(plan)
         self._stats.num_multi_steps += plan.num_decode_steps > 1
         return plan
@@ -258,6 +271,7 @@ class Engine:
         stats.prefix_cache_hits = scheduler.num_prefix_hits
         stats.num_corrupted_requests = scheduler.num_corrupted
         stats.compilations_total = self.runner.num_programs
+        stats.compilations_pending = self.runner.num_programs_pending
         stats.compilations_after_warmup = self._guard.count
         return stats
 
@@ -277,7 +291,8 @@ class Engine:
         self.scheduler.check_integrity()
 
     def close(self) -> None:
-        """Stop listening for compilations."""
+        """Stop listening for compilations, and compile nothing more in advance."""
+        self.runner.close()
         self._guard.close()
 
     def _forget(self, request_id: str, reason: FinishReason) -> None:

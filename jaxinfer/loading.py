@@ -22,7 +22,7 @@ from jaxinfer.engine import Engine
 from jaxinfer.memory import default_cache_dir
 from jaxinfer.model_runner import ModelRunner
 from jaxinfer.model_source import ModelSource, load_model
-from jaxinfer.models import ModelConfig, family_of
+from jaxinfer.models import ModelConfig, Transformer, family_of
 from jaxinfer.resolution import resolve, runner_config
 from jaxinfer.sharding import check_divisible, make_mesh
 from jaxinfer.tokenizer import Tokenizer
@@ -71,22 +71,36 @@ def load(config: EngineConfig, progress: bool = True) -> LoadedModel:
     config = resolve(config, model_config)
     assert config.max_model_len, "the config is resolved"
     model_config = model_config.for_length(config.max_model_len)
-    tokenizer = tokenizer_of(ModelSource.open(config.tokenizer) if config.tokenizer else source)
-    with _progress(progress) as stage:
-        model, parameters = load_model(
-            source,
-            model_config,
-            mesh,
-            jnp.dtype(config.dtype),
-            quantization=config.quantization,
-            kernels=config.kernels,
-            on_progress=stage("Loading weights"),
-        )
-        runner = ModelRunner(
-            model_config, model, parameters, mesh, runner_config(config, model_config)
-        )
+    runners: list[ModelRunner] = []
+
+    def make_runner(model: Transformer, parameters: dict[str, Any]) -> None:
+        shapes = runner_config(config, model_config)
+        runners.append(ModelRunner(model_config, model, parameters, mesh, shapes))
         if config.warmup:
-            runner.warmup(stage("Compiling"))
+            runners[0].start_compiling()  # while the weights are read
+
+    try:
+        with _progress(progress) as stage:
+            _, parameters = load_model(
+                source,
+                model_config,
+                mesh,
+                jnp.dtype(config.dtype),
+                quantization=config.quantization,
+                kernels=config.kernels,
+                on_progress=stage("Loading weights"),
+                on_model=make_runner,
+            )
+            text = ModelSource.open(config.tokenizer) if config.tokenizer else source
+            tokenizer = tokenizer_of(text)
+            (runner,) = runners
+            runner.fill(parameters)
+            if config.warmup:
+                runner.warmup(stage("Compiling"))
+    except BaseException:
+        for runner in runners:
+            runner.close()
+        raise
     engine = Engine(
         config,
         runner,

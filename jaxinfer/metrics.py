@@ -43,6 +43,7 @@ class EngineStats:
             entry is for those with more.
         num_corrupted_requests: Sequences ended because their logits held a NaN, ever.
         compilations_total: Graphs compiled, ever.
+        compilations_pending: Graphs that are being compiled ahead of their use.
         compilations_after_warmup: Graphs compiled while serving; anything but 0 is a defect.
         finished: Sequences that ended, by finish reason, ever.
     """
@@ -69,6 +70,7 @@ class EngineStats:
     tokens_per_step: list[int] = field(default_factory=lambda: [0] * (len(TOKENS_PER_STEP) + 1))
     num_corrupted_requests: int = 0
     compilations_total: int = 0
+    compilations_pending: int = 0
     compilations_after_warmup: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 

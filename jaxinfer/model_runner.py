@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
-from jaxinfer.compilation import bucket_of
+from jaxinfer.compilation import sizes_from
 from jaxinfer.kv_cache import make_cache
 from jaxinfer.models import ModelConfig, Transformer
 from jaxinfer.page_tables import PageTables
@@ -92,7 +93,8 @@ class ModelRunner:
     Args:
         model_config: The model's sizes.
         model: Abstract, as built under `nnx.eval_shape`.
-        parameters: Arrays by dotted path, each in its sharding.
+        parameters: Arrays by dotted path, each in its sharding, or what they will be: programs can
+            be compiled while they are read, and run after `fill`.
         mesh: The devices.
         config: The shapes to serve.
     """
@@ -101,7 +103,7 @@ class ModelRunner:
         self,
         model_config: ModelConfig,
         model: Transformer,
-        parameters: Mapping[str, jax.Array],
+        parameters: Mapping[str, Any],
         mesh: jax.sharding.Mesh,
         config: RunnerConfig,
     ):
@@ -117,24 +119,40 @@ class ModelRunner:
         self._last_sampled = self._put(np.zeros(config.max_num_seqs, np.int32))
         self._neutral = {B: self._neutral_parts(B) for B in config.row_buckets}
 
+    def fill(self, parameters: Mapping[str, jax.Array]) -> None:
+        """Take the arrays that were only described so far."""
+        self.programs.fill(parameters)
+
+    def start_compiling(self) -> None:
+        """Let threads compile all programs; returns at once."""
+        self.programs.compiled.start(self.programs.first)
+
     def warmup(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile every program, then call each once so that its first use in service is fast."""
-        self.programs.compiled.compile_all(on_progress)
-        nothing = np.zeros(SCORED_TOKENS, np.int32)
-        for T in self.config.token_buckets:
-            hidden = self.forward(StepPlan(rows=()), T)
-            self._score(T, hidden.tokens, nothing, nothing)
-            self.programs.compiled["pool", T](hidden.tokens, np.zeros(T, np.int32))
-            for B in self.config.row_buckets:
-                self._call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
-        if self.max_decode_steps > 1:
-            for B in self.config.row_buckets:
-                self.decode(StepPlan(rows=()), B)
+        """Wait for the programs that everything can be served with, and call the small ones once.
+
+        The others follow while the engine serves; `finish_warmup` waits for them.
+        """
+        self.start_compiling()
+        self.programs.compiled.wait(self.programs.first, on_progress)
+        hidden = self.forward(StepPlan(rows=()), self.config.token_buckets[0])
+        B = self.config.row_buckets[0]
+        self._call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
         jax.block_until_ready(self._last_sampled)
+
+    def finish_warmup(
+        self, on_progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Wait until every program is compiled."""
+        self.start_compiling()
+        self.programs.compiled.wait(on_progress=on_progress)
+
+    def close(self) -> None:
+        """Compile nothing more in advance."""
+        self.programs.compiled.close()
 
     def forward(self, plan: StepPlan, bucket: int | None = None) -> Hidden:
         """Dispatch the backbone over the plan's tokens; returns before it is done."""
-        T = bucket or bucket_of(plan.num_tokens, self.config.token_buckets)
+        T = bucket or self._bucket("backbone", plan.num_tokens, self.config.token_buckets)
         return self._call_backbone(T, self.config.layout(T).pack(plan, self._tables))
 
     def sample(
@@ -151,20 +169,20 @@ class ModelRunner:
         pooled = self._pool_prompts(plan, hidden)
         rows = plan.sampling_rows
         if not rows:
-            return InFlight(None, scores, pooled)
-        B = bucket_of(len(rows), self.config.row_buckets)
+            return InFlight(None, scores, pooled=pooled)
+        B = self._bucket("sampler", len(rows), self.config.row_buckets)
         packed = self._packer.pack(rows, B, extra_masks=masks)
         page_table = self._page_table(rows, B)
         sampled = self._call_sampler(B, hidden.sampled, packed, page_table)
-        return InFlight(sampled, scores, pooled, self._score_asked(plan, hidden))
+        return InFlight(sampled, scores, pooled=pooled, asked=self._score_asked(plan, hidden))
 
-    def decode(self, plan: StepPlan, bucket: int | None = None) -> InFlight:
+    def decode(self, plan: StepPlan) -> InFlight:
         """Dispatch all decode steps of a plan, from tokens to tokens.
 
         Tokens of the step before may still be in flight.
         """
         rows = plan.rows
-        B = bucket or bucket_of(len(rows), self.config.row_buckets)
+        B = self._bucket("decode", len(rows), self.config.row_buckets)
         sampling = self._packer.pack(rows, B)
         bias, allowed, _ = self._neutral[B]
         self._cache, sampled, counts = self.programs.compiled["decode", B](
@@ -249,10 +267,13 @@ class ModelRunner:
             logprobs=tuple(logprobs),
         )
 
-    @property
-    def max_decode_steps(self) -> int:
-        """How many decode steps one dispatch may have."""
-        return self.config.num_decode_steps
+    def max_decode_steps(self, num_rows: int) -> int:
+        """How many decode steps a dispatch of so many rows may have now."""
+        if self.config.num_decode_steps == 1 or not num_rows:
+            return 1
+        sizes = sizes_from(num_rows, self.config.row_buckets)
+        ready = self.programs.compiled.smallest_ready("decode", sizes)
+        return 1 if ready is None else self.config.num_decode_steps
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -264,10 +285,23 @@ class ModelRunner:
         """Programs compiled so far."""
         return len(self.programs.compiled)
 
+    @property
+    def num_programs_pending(self) -> int:
+        """Programs that will be compiled while the engine serves."""
+        return self.programs.compiled.num_pending
+
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a finished request."""
         self._packer.forget(request_id)
         self._tables.forget(request_id)
+
+    def _bucket(self, kind: str, count: int, sizes: Sequence[int]) -> int:
+        """Return the smallest bucket that holds `count` and whose program is ready.
+
+        If there is none yet, the smallest that holds it, which is then waited for.
+        """
+        sizes = sizes_from(count, sizes)
+        return self.programs.compiled.smallest_ready(kind, sizes) or sizes[0]
 
     def _call_backbone(self, T: int, packed: np.ndarray) -> Hidden:
         self._cache, sampled, tokens = self.programs.compiled["backbone", T](

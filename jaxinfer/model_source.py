@@ -79,6 +79,7 @@ def load_model(
     quantization: str | None = None,
     kernels: str = "xla",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_model: Callable[[Transformer, dict[str, jax.ShapeDtypeStruct]], None] = lambda *_: None,
 ) -> tuple[Transformer, dict[str, jax.Array]]:
     """Return the abstract model and its parameters by dotted path, each in its sharding.
 
@@ -89,11 +90,15 @@ def load_model(
         dtype: Of activations, and of weights that are not quantized.
         quantization: See `jaxinfer.quant.operate`.
         kernels: See `jaxinfer.quant.operate`.
-        on_progress: Called with bytes done and in all.
+        on_progress: Called with what is done and the total.
+        on_model: Called before any weight is read, with the model and what its parameters will be:
+            compiling may begin.
     """
     original = nnx.state(abstract_model(model_config, dtype)[0])
     model, recipes = abstract_model(model_config, dtype, quantization, kernels)
-    shardings = parameter_shardings(mesh, flat_parameters(nnx.state(model)))
+    parameters = flat_parameters(nnx.state(model))
+    shardings = parameter_shardings(mesh, parameters)
+    on_model(model, _targets(parameters, shardings))
     if source.checkpoint is None:
         restored = _restore(source, mesh, original)
         return model, _changed(restored, recipes, shardings)
@@ -115,12 +120,17 @@ def _restore(
     source: ModelSource, mesh: jax.sharding.Mesh, state: nnx.State
 ) -> dict[str, jax.Array]:
     parameters = flat_parameters(state)
-    shardings = parameter_shardings(mesh, parameters)
-    targets = {
+    targets = _targets(parameters, parameter_shardings(mesh, parameters))
+    return checkpoints.restore_tree(source.path, targets)
+
+
+def _targets(
+    parameters: Mapping[str, nnx.Variable], shardings: Mapping[str, jax.sharding.Sharding]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    return {
         path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[path])
         for path, p in parameters.items()
     }
-    return checkpoints.restore_tree(source.path, targets)
 
 
 def _changed(

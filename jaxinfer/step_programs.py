@@ -13,7 +13,7 @@ Five kinds, whose variants add instead of multiply:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -137,21 +137,28 @@ class PureModule:
 
     graphdef: nnx.GraphDef
     treedef: Any
-    leaves: tuple[jax.Array, ...]
+    paths: tuple[str, ...]
+    leaves: tuple[Any, ...]
 
     @classmethod
     def of(
         cls,
         module: nnx.Module,
-        parameters: Mapping[str, jax.Array],
+        parameters: Mapping[str, Any],
         rename: tuple[str, str] = ("", ""),
     ) -> PureModule:
-        """Fill an abstract module; a leading `rename[0]` of its paths is spelled `rename[1]`."""
+        """Fill an abstract module; a leading `rename[0]` of its paths is spelled `rename[1]`.
+
+        As long as the parameters are abstract too, it can be compiled for but not called.
+        """
         graphdef, state = nnx.split(module)
-        leaves = tuple(
-            parameters[rename[1] + path.removeprefix(rename[0])] for path in flat_parameters(state)
-        )
-        return cls(graphdef, jax.tree.structure(state), leaves)
+        paths = tuple(rename[1] + path.removeprefix(rename[0]) for path in flat_parameters(state))
+        leaves = tuple(parameters[path] for path in paths)
+        return cls(graphdef, jax.tree.structure(state), paths, leaves)
+
+    def filled(self, parameters: Mapping[str, jax.Array]) -> PureModule:
+        """Return the same module with these parameters."""
+        return replace(self, leaves=tuple(parameters[path] for path in self.paths))
 
     @property
     def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -168,7 +175,7 @@ class StepPrograms:
 
     Args:
         model: Abstract, as built under `nnx.eval_shape`.
-        parameters: Arrays by dotted path, each in its sharding.
+        parameters: Arrays by dotted path, each in its sharding, or what they will be: see `fill`.
         mesh: The devices.
         config: The shapes to serve.
         cache: Whose shapes and shardings the backbone takes and returns.
@@ -177,7 +184,7 @@ class StepPrograms:
     def __init__(
         self,
         model: Transformer,
-        parameters: Mapping[str, jax.Array],
+        parameters: Mapping[str, Any],
         mesh: jax.sharding.Mesh,
         config: RunnerConfig,
         cache: KVCache,
@@ -198,19 +205,34 @@ class StepPrograms:
         )
         self.compiled = Programs(
             {
-                # The largest first: they take longest, and everything waits for the last.
-                **self._variants("backbone", self._lower_backbone, config.token_buckets[::-1]),
+                # Few requests at a time are likelier than many.
+                **self._variants("sampler", self._lower_sampler, config.row_buckets),
                 **self._variants(
                     "decode",
                     self._lower_decode,
-                    config.row_buckets[::-1] if config.num_decode_steps > 1 else (),
+                    config.row_buckets if config.num_decode_steps > 1 else (),
                 ),
-                **self._variants("sampler", self._lower_sampler, config.row_buckets),
+                **self._variants("backbone", self._lower_backbone, config.token_buckets),
                 ("score",): self._lower_score,
                 **self._variants("rows", self._lower_rows, config.token_buckets),
                 **self._variants("pool", self._lower_pool, config.token_buckets),
             }
         )
+
+    @property
+    def first(self) -> tuple[tuple[str, int], ...]:
+        """The programs with which everything can be served that needs no score of its prompt.
+
+        The largest, since any step fits them, and the smallest, with which one request decodes.
+        """
+        T, B = self.config.token_buckets, self.config.row_buckets
+        keys = (("backbone", T[-1]), ("backbone", T[0]), ("sampler", B[-1]), ("sampler", B[0]))
+        return tuple(dict.fromkeys(keys))
+
+    def fill(self, parameters: Mapping[str, jax.Array]) -> None:
+        """Put arrays where so far there were descriptions of them."""
+        self.backbone = self.backbone.filled(parameters)
+        self.head = self.head.filled(parameters)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return float32 [n, V] for hidden states [n, D]: for inspection, compiled on each call."""

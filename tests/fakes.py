@@ -276,9 +276,16 @@ class FakeRunner:
     def num_programs(self) -> int:
         return 0
 
-    @property
-    def max_decode_steps(self) -> int:
+    num_programs_pending = 0
+
+    def max_decode_steps(self, num_rows: int) -> int:
         return 8
+
+    def finish_warmup(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def _look_back(
         self, plan: StepPlan, states: list[np.ndarray], group: int, window: int

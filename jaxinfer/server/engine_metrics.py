@@ -67,6 +67,7 @@ ENGINE_SERIES = (
         "num_multi_steps", "jaxinfer_multi_steps", "Engine steps of several tokens per request."
     ),
     _counter("compilations_total", "jaxinfer_compilations", "Graphs compiled."),
+    _gauge("compilations_pending", "jaxinfer_compilations_pending", "Graphs still to be compiled."),
     _counter(
         "compilations_after_warmup",
         "jaxinfer_compilations_after_warmup",

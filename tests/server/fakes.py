@@ -82,7 +82,7 @@ class RecitingRunner:
 
     num_programs = 0
     windows = ()
-    max_decode_steps = 1
+    num_programs_pending = 0
 
     def __init__(self, reply: str = REPLY):
         self.reply = reply.encode()
@@ -128,6 +128,12 @@ class RecitingRunner:
         return step
 
     def forget(self, request_id: str) -> None:
+        pass
+
+    def max_decode_steps(self, num_rows: int) -> int:
+        return 1
+
+    def close(self) -> None:
         pass
 
     def _token(self, request: Request, position: int) -> int:
