@@ -48,7 +48,7 @@ def operate(
     return []
 
 
-class Int8Linear(nnx.Module):
+class Int8Linear(Linear):
     """`Linear` with an int8 kernel, in plain XLA.
 
     Attributes:
