@@ -31,7 +31,7 @@ from jaxinfer.surgery import (
 from pallas_kernels.shapes import Array, Bool, Float, Int
 
 
-class PackedLinear(nnx.Module):
+class PackedLinear(Linear):
     """`Linear` over a packed weight, which holds the bias too.
 
     Attributes:

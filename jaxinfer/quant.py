@@ -14,7 +14,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxinfer import cpu_kernels
 from jaxinfer.models import Recipe, Transformer
@@ -48,7 +47,7 @@ def operate(
     return []
 
 
-class Int8Linear(nnx.Module):
+class Int8Linear(Linear):
     """`Linear` with an int8 kernel, in plain XLA.
 
     Attributes:

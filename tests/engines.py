@@ -10,14 +10,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxinfer.batch import ScheduledRow, StepPlan
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.model_runner import ModelRunner
-from jaxinfer.model_source import ModelSource, load_model
-from jaxinfer.models import Transformer, family_of
+from jaxinfer.model_source import ModelSource, abstract_model, load_model
+from jaxinfer.models import ModelConfig, family_of
 from jaxinfer.request import Request, TokenOutput
 from jaxinfer.resolution import resolve, runner_config
 from jaxinfer.sampling_params import SamplingParams
@@ -67,24 +66,40 @@ class FewBuckets(RunnerConfig):
         return (self.max_num_seqs,)
 
 
-@functools.cache
-def loaded(name: str, dtype: str = "float32"):
-    """Return a golden checkpoint's source, config, abstract model and parameters."""
+def source_of(name: str) -> ModelSource:
+    """Open a golden checkpoint."""
     folder = GOLDEN if (GOLDEN / name).exists() else FAMILIES
-    source = ModelSource.open(str(folder / name))
-    config = family_of(source.config).translate(source.config)
-    model, parameters = load_model(source, config, make_mesh(), jnp.dtype(dtype))
+    return ModelSource.open(str(folder / name))
+
+
+@functools.cache
+def config_of(name: str) -> ModelConfig:
+    """Return a golden checkpoint's sizes."""
+    source = source_of(name)
+    return family_of(source.config).translate(source.config)
+
+
+@functools.cache
+def loaded(
+    name: str, dtype: str = "float32", quantization: str | None = None, kernels: str = "xla"
+):
+    """Return a golden checkpoint's source, config, abstract model and parameters."""
+    source, config = source_of(name), config_of(name)
+    model, parameters = load_model(
+        source, config, make_mesh(), jnp.dtype(dtype), quantization=quantization, kernels=kernels
+    )
     return source, config, model, parameters
 
 
 # Few at a time: each compiled program holds hundreds of memory mappings, and a process may have
 # 65,530; XLA crashes beyond. Tests are ordered by checkpoint, so few are needed.
 @functools.lru_cache(maxsize=6)
-def _runner(name: str, config: RunnerConfig) -> ModelRunner:
-    _, model_config, model, parameters = loaded(name, jnp.dtype(config.dtype).name)
+def _runner(name: str, config: RunnerConfig, quantization: str | None, kernels: str) -> ModelRunner:
+    weights = (quantization, kernels)
+    _, model_config, model, parameters = loaded(name, jnp.dtype(config.dtype).name, *weights)
     settled = model_config.for_length(config.max_model_len)
     if settled != model_config:
-        model = nnx.eval_shape(lambda: Transformer(settled, config.dtype))
+        model, _ = abstract_model(settled, config.dtype, *weights)
     return ModelRunner(model_config, model, parameters, make_mesh(), config)
 
 
@@ -95,7 +110,7 @@ def make_engine(name: str, buckets: tuple[int, ...] = (), **settings) -> Engine:
     `buckets` of tokens there are these programs and no other, whatever the settings say of budgets
     and pages: for where many models are compiled.
     """
-    _, model_config, _, _ = loaded(name)
+    model_config = config_of(name)
     config = resolve(EngineConfig(**{**SMALL, "warmup": False, **settings}), model_config)
     shapes = runner_config(config, model_config)
     if buckets:
@@ -107,7 +122,7 @@ def make_engine(name: str, buckets: tuple[int, ...] = (), **settings) -> Engine:
         shapes = FewBuckets(**fields, sizes=buckets)
     return Engine(
         config,
-        _runner(name, shapes),
+        _runner(name, shapes, config.quantization, config.kernels),
         vocab_size=model_config.vocab_size,
         eos_token_ids=frozenset({2}),
     )

@@ -30,7 +30,12 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-fvisibility=hidden", "-pthread")
 TIMEOUT_S = 600
 
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
+_AVX512 = (
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"),
+    # With the default tuning, GCC 12 keeps half of the largest int8 tile on the stack: 269 GOP/s a
+    # core instead of 378.
+    "-mtune=skylake-avx512",
+)
 ISA_FLAGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     # machine → instruction set → how to compile for it
     "x86_64": {

@@ -91,7 +91,7 @@ def check(case: Case, isa: str) -> None:
 
 
 @pytest.mark.parametrize("isa", CPU_ISAS)
-@settings(max_examples=40)
+@settings(max_examples=12)
 @given(case=cases())
 def test_layers_equal_the_reference(isa: str, case: Case) -> None:
     check(case, isa)

@@ -36,7 +36,7 @@ def check(case: Case, impl: str, tolerance: float | None = None) -> None:
 
 
 @pytest.mark.parametrize("impl", ALL)
-@settings(max_examples=15)
+@settings(max_examples=12)
 @given(case=cases(head_dim=16))
 def test_ragged_steps_equal_the_oracle_and_read_no_poison(impl: str, case: Case) -> None:
     check(case, impl)

@@ -55,7 +55,9 @@ class RealModel:
         model_config = family_of(source.config).translate(source.config)
         config = resolve(SETTINGS, model_config)
         mesh = make_mesh()
-        model, parameters = load_model(source, model_config, mesh, jnp.dtype(config.dtype))
+        model, parameters = load_model(
+            source, model_config, mesh, jnp.dtype(config.dtype), kernels=config.kernels
+        )
         runner = ModelRunner(
             model_config, model, parameters, mesh, runner_config(config, model_config)
         )

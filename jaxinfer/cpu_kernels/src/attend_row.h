@@ -19,7 +19,7 @@ JI_INLINE void sum_four(const vf* v, float* out) {
   __m256 half = _mm512_castps512_ps256(all) + _mm512_extractf32x8_ps(all, 1);
   _mm_storeu_ps(out, _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1));
 #else
-  for (int i = 0; i < 4; i++) out[i] = sum(v[i]);
+  for (int i = 0; i < 4; i++) out[i] = sum<float>(v[i]);
 #endif
 }
 
@@ -107,7 +107,13 @@ JI_INLINE float soften(
   }
   *rescale = exponential(splat(*peak - shift))[0];
   *peak = now;
-  return sum(total);
+  return sum<float>(total);
+}
+
+// Asks memory for a head that is needed soon.
+template <class P>
+JI_INLINE void ask_for(const P* head, int H) {
+  for (int i = 0; i < H; i += 64 / (int)sizeof(P)) __builtin_prefetch(head + i);
 }
 
 template <int Q, class P>
@@ -125,6 +131,8 @@ void attend_queries(
       keys[j] = key_at<P>(job, job.k_pages, task.row, task.head, start + j);
       values[j] = key_at<P>(job, job.v_pages, task.row, task.head, start + j);
     }
+    // The next of scattered pages, while this one is multiplied.
+    for (int j = 0; j < n; j++) ask_for(values[j], H);
     // Fours read the last key again where there are fewer; `soften` drops what comes of it.
     for (int j = n; j < n + 3; j++) keys[j] = keys[n - 1];
     memset(scores, 0, sizeof scores);
@@ -133,8 +141,10 @@ void attend_queries(
       float sum = soften(job, scores + g * kBlockKeys, 0, n, peak + g, rescale + g);
       sums[g] = sums[g] * rescale[g] + sum;
     }
-    add_values<Q>(scores, values, n, H, rescale, weighted);
     start += n;
+    for (int s = start; s < task.end && s < start + kBlockKeys; s++)
+      ask_for(key_at<P>(job, job.k_pages, task.row, task.head, s), H);
+    add_values<Q>(scores, values, n, H, rescale, weighted);
   }
 }
 

@@ -70,9 +70,9 @@ void pack_values(const AttentionJob& job, const TileTask& task, int start, int n
       const P* second = value;
       if (pair) second = key_at<P>(job, job.v_pages, task.row, task.head, s + 1) + first;
       for (int i = 0; i < kLanes; i += W) {
-        vu low = bits_as<vu>(i < m ? load_part(value + i, m - i) : vf{});
+        vu low = (vu)(i < m ? load_part(value + i, m - i) : vf{});
         if constexpr (F == Format::kBfloat16) {
-          vu high = bits_as<vu>(pair && i < m ? load_part(second + i, m - i) : vf{});
+          vu high = (vu)(pair && i < m ? load_part(second + i, m - i) : vf{});
           low = (low >> 16) | (high & 0xffff0000u);
         }
         store_words(out + j * kLanes + i, low);

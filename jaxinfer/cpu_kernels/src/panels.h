@@ -13,7 +13,7 @@ JI_INLINE float sum_of_squares(const float* x, int n) {
   int i = 0;
   for (; i + W <= n; i += W) total += load(x + i) * load(x + i);
   vf rest = load_part(x + i, n - i);
-  return sum(total + rest * rest);
+  return sum<float>(total + rest * rest);
 }
 
 // Scales as an RMS norm does (arXiv:1910.07467), in place.
@@ -54,17 +54,18 @@ JI_INLINE void quantize_block(const float* x, int n, uint32_t* out) {
   int i = 0;
   for (; i < n; i += W) {
     vf rounded = load_part(x + i, n - i) * factor + kRound;
-    vi whole = bits_as<vi>(rounded) - bits_as<int32_t>(kRound);
+    vi whole = (vi)rounded - bits_as<int32_t>(kRound);
     total += whole;
-    vb narrow = __builtin_convertvector(whole, vb);
-    memcpy(bytes + i, &narrow, n - i < W ? n - i : W);
+    vb narrow = __builtin_convertvector((vu)whole, vb);
+    if (i + W <= n)
+      store_bytes(bytes + i, narrow);
+    else
+      memcpy(bytes + i, &narrow, n - i);
   }
   for (i = n; i % 4; i++) bytes[i] = 0;
-  float scale = sum(poison) + peak / 127.0f;
+  float scale = sum<float>(poison) + peak / 127.0f;
   out[0] = bits_as<uint32_t>(scale);
-  int32_t all = 0;
-  for (int lane = 0; lane < W; lane++) all += total[lane];
-  out[1] = (uint32_t)(-128 * all);
+  out[1] = (uint32_t)(-128 * sum<int32_t>(total));
 }
 
 JI_INLINE void quantize(const float* x, int n, uint32_t* out) {

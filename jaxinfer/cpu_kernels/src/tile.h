@@ -78,11 +78,11 @@ JI_INLINE vf multiply_add(vf sums, Parts row, Parts weight) {
 #if defined(__AVX512BF16__)
     return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)row.even, (__m512bh)weight.even);
 #else
-    sums += bits_as<vf>(row.even) * bits_as<vf>(weight.even);
-    return sums + bits_as<vf>(row.odd) * bits_as<vf>(weight.odd);
+    sums += (vf)row.even * (vf)weight.even;
+    return sums + (vf)row.odd * (vf)weight.odd;
 #endif
   } else {
-    return sums + bits_as<vf>(row.even) * bits_as<vf>(weight.even);
+    return sums + (vf)row.even * (vf)weight.even;
   }
 }
 
@@ -104,14 +104,13 @@ JI_INLINE void sum_products(
     vf sums[R][kColumns]) {
   for (int g = 0; g < num_groups; g++, line += kLanes) {
     read_ahead<R>(line);
-    Parts weights[kColumns];
-#pragma GCC unroll 2
-    for (int c = 0; c < kColumns; c++) weights[c] = weight_parts<F>(load_words(line + c * W));
+    Parts left = weight_parts<F>(load_words(line));
+    Parts right = weight_parts<F>(load_words(line + W));
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       Parts row = row_parts<F>(rows[r * stride + g]);
-#pragma GCC unroll 2
-      for (int c = 0; c < kColumns; c++) sums[r][c] = multiply_add<F>(sums[r][c], row, weights[c]);
+      sums[r][0] = multiply_add<F>(sums[r][0], row, left);
+      sums[r][1] = multiply_add<F>(sums[r][1], row, right);
     }
   }
 }
@@ -121,25 +120,22 @@ template <int R>
 JI_INLINE void sum_blocks(
     const uint32_t* rows, size_t stride, const uint32_t* line, int num_groups,
     vf sums[R][kColumns]) {
-  for (int left = num_groups; left > 0; left -= kBlockGroups, rows += kBlockGroups + 2) {
+  for (; num_groups > 0; num_groups -= kBlockGroups, rows += kBlockGroups + 2) {
     vi block[R][kColumns];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
       for (int c = 0; c < kColumns; c++) block[r][c] = splat((int32_t)rows[r * stride + 1]);
-    int n = left < kBlockGroups ? left : kBlockGroups;
+    int n = num_groups < kBlockGroups ? num_groups : kBlockGroups;
     for (int g = 0; g < n; g++, line += kLanes) {
       read_ahead<R>(line);
-      Parts weights[kColumns];
-#pragma GCC unroll 2
-      for (int c = 0; c < kColumns; c++)
-        weights[c] = weight_parts<Format::kInt8>(load_words(line + c * W));
+      Parts left = weight_parts<Format::kInt8>(load_words(line));
+      Parts right = weight_parts<Format::kInt8>(load_words(line + W));
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
         Parts row = row_parts<Format::kInt8>(rows[r * stride + 2 + g]);
-#pragma GCC unroll 2
-        for (int c = 0; c < kColumns; c++)
-          block[r][c] = multiply_add_bytes(block[r][c], row, weights[c]);
+        block[r][0] = multiply_add_bytes(block[r][0], row, left);
+        block[r][1] = multiply_add_bytes(block[r][1], row, right);
       }
     }
 #pragma GCC unroll 12

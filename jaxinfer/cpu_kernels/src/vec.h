@@ -34,6 +34,7 @@ struct bf16 {
 
 #define JI_INLINE inline __attribute__((always_inline))
 
+// Of numbers; vectors are cast.
 template <class To, class From>
 JI_INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -54,39 +55,31 @@ JI_INLINE vi lane_index() {
 
 // --- loading and storing ---
 
-JI_INLINE vf load(const float* p) {
-  vf v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
+// Vectors that lie anywhere. GCC 12 would copy 64 bytes by memcpy through the stack.
+typedef vf vf_anywhere __attribute__((aligned(4), may_alias));
+typedef vu vu_anywhere __attribute__((aligned(4), may_alias));
+typedef vh vh_anywhere __attribute__((aligned(2), may_alias));
+typedef vb vb_anywhere __attribute__((aligned(1), may_alias));
 
+JI_INLINE vf load(const float* p) { return *(const vf_anywhere*)p; }
 JI_INLINE vf load(const bf16* p) {
-  vh v;
-  memcpy(&v, p, sizeof v);
-  return bits_as<vf>(__builtin_convertvector(v, vu) << 16);
+  return (vf)(__builtin_convertvector((vh) * (const vh_anywhere*)p, vu) << 16);
 }
-
-JI_INLINE vu load_words(const void* p) {
-  vu v;
-  memcpy(&v, p, sizeof v);
-  return v;
-}
-
-JI_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
+JI_INLINE vu load_words(const void* p) { return *(const vu_anywhere*)p; }
+JI_INLINE void store(float* p, vf v) { *(vf_anywhere*)p = v; }
+JI_INLINE void store_words(void* p, vu v) { *(vu_anywhere*)p = v; }
+JI_INLINE void store_bytes(void* p, vb v) { *(vb_anywhere*)p = v; }
 
 // The upper half of each float, rounded to the nearest even; NaN stays NaN.
 JI_INLINE vu to_bf16_bits(vf v) {
-  vu bits = bits_as<vu>(v);
+  vu bits = (vu)v;
   vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   return v == v ? rounded : (bits >> 16) | 0x40;
 }
 
 JI_INLINE void store(bf16* p, vf v) {
-  vh h = __builtin_convertvector(to_bf16_bits(v), vh);
-  memcpy(p, &h, sizeof h);
+  *(vh_anywhere*)p = __builtin_convertvector(to_bf16_bits(v), vh);
 }
-
-JI_INLINE void store_words(void* p, vu v) { memcpy(p, &v, sizeof v); }
 
 // The first n of W; the others are zero, and are neither read nor written.
 template <class T>
@@ -109,23 +102,34 @@ JI_INLINE void store_part(T* p, vf v, int n) {
 
 // Of two, the second where either is NaN.
 JI_INLINE vf larger(vf a, vf b) { return a > b ? a : b; }
-JI_INLINE vf absolute(vf v) { return bits_as<vf>(bits_as<vu>(v) & 0x7fffffffu); }
+JI_INLINE vf absolute(vf v) { return (vf)((vu)v & 0x7fffffffu); }
 
-// Lanes are added in halves, whatever W is: the same order each time.
-JI_INLINE float sum(vf v) {
-  float x[W];
-  store(x, v);
-  for (int n = W / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) x[i] += x[i + n];
-  return x[0];
+template <int N, class T>
+struct Lanes {
+  typedef T vec __attribute__((vector_size(N * sizeof(T))));
+};
+
+// Adds up the lanes in halves: the same order each time.
+template <class T, int N = W>
+JI_INLINE T sum(typename Lanes<N, T>::vec v) {
+  if constexpr (N == 2) {
+    return v[0] + v[1];
+  } else {
+    typename Lanes<N / 2, T>::vec halves[2];
+    memcpy(halves, &v, sizeof v);
+    return sum<T, N / 2>(halves[0] + halves[1]);
+  }
 }
 
-JI_INLINE float largest(vf v) {
-  float x[W];
-  store(x, v);
-  for (int n = W / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) x[i] = x[i] > x[i + n] ? x[i] : x[i + n];
-  return x[0];
+template <int N = W>
+JI_INLINE float largest(typename Lanes<N, float>::vec v) {
+  if constexpr (N == 2) {
+    return v[0] > v[1] ? v[0] : v[1];
+  } else {
+    typename Lanes<N / 2, float>::vec halves[2];
+    memcpy(halves, &v, sizeof v);
+    return largest<N / 2>(halves[0] > halves[1] ? halves[0] : halves[1]);
+  }
 }
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
@@ -144,7 +148,7 @@ JI_INLINE vf exponential(vf x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   // The low bits of `shifted` hold n; moved to the exponent they scale by 2^n.
-  vf result = bits_as<vf>(bits_as<vi>(p) + (bits_as<vi>(shifted) << 23));
+  vf result = (vf)((vi)p + ((vi)shifted << 23));
   result = x < -87.0f ? splat(0.0f) : result;
   return x > 88.0f ? splat(__builtin_inff()) : result;
 }
