@@ -46,7 +46,8 @@ def main() -> int:
     for report in reports if args.verbose else ():
         sys.stderr.write(f"{report.to_json()}\n")
     good = (
-        report.ok and not any(k.spill_bytes for k in report.named(cases[report.case].kernels))
+        report.refused
+        or (report.ok and not any(k.spill_bytes for k in report.named(cases[report.case].kernels)))
         for report in reports
     )
     return 0 if all(good) else 1

@@ -67,6 +67,11 @@ class Report:
     def ok(self) -> bool:
         return self.error is None and self.crash is None
 
+    @property
+    def refused(self) -> bool:
+        """Whether we said ourselves that the chip cannot do it."""
+        return (self.error or "").startswith("NotImplementedError: ")
+
     def named(self, beginnings: tuple[str, ...]) -> tuple[KernelReport, ...]:
         """The kernels whose names begin so: those that are ours."""
         return tuple(k for k in self.kernels if k.name.startswith(beginnings))

@@ -15,6 +15,12 @@ from pallas_kernels.aot.case import WIDE
 
 PREFILL, DECODE = "mosaic_paged_prefill", "mosaic_paged_decode"
 
+DEFAULT = (
+    "H 80, G 3, pages of 256",
+    "H 256 everything",
+    "H 128 eight tokens",
+)
+
 
 def cases() -> list[Case]:
     shapes: dict[str, dict[str, Any]] = {
@@ -46,6 +52,7 @@ def cases() -> list[Case]:
                 build=partial(_prefill, **shape),
                 kernels=(PREFILL,),
                 matrix={PREFILL: WIDE},
+                default=name in DEFAULT,
                 **hopper,
             )
             for name, shape in shapes.items()
@@ -56,6 +63,7 @@ def cases() -> list[Case]:
                 build=partial(_decode, **shape),
                 kernels=(DECODE,),
                 matrix={DECODE: WIDE},
+                default=name in DEFAULT,
                 **hopper,
             )
             for name, shape in {**shapes, "H 128 eight tokens": speculative}.items()

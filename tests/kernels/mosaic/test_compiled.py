@@ -13,7 +13,15 @@ from pallas_kernels.aot.driver import Job
 
 MODULE = "tests.kernels.mosaic.compiled_cases"
 CASES = cases_of(MODULE)
-JOBS = [Job(MODULE, name, chip) for name, case in CASES.items() for chip in case.chips]
+JOBS = [
+    pytest.param(
+        Job(MODULE, name, chip),
+        marks=() if case.default else pytest.mark.slow,
+        id=f"{name}-{chip}",
+    )
+    for name, case in CASES.items()
+    for chip in case.chips
+]
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -27,11 +35,15 @@ def toolchain() -> Toolchain:
 
 
 @pytest.fixture(scope="module")
-def reports(toolchain: Toolchain) -> dict[Job, Report]:
-    return dict(zip(JOBS, compile_cases(JOBS, toolchain), strict=True))
+def reports(toolchain: Toolchain, request: pytest.FixtureRequest) -> dict[Job, Report]:
+    """What the selected tests ask for, compiled in as few processes as possible."""
+    jobs = [
+        item.callspec.params["job"] for item in request.session.items if item.path == request.path
+    ]
+    return dict(zip(jobs, compile_cases(jobs, toolchain), strict=True))
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: f"{job.case}-{job.chip}")
+@pytest.mark.parametrize("job", JOBS)
 def test_hopper_kernel_compiles_or_is_refused(job: Job, reports: dict[Job, Report]) -> None:
     report, case = reports[job], CASES[job.case]
     if "elsewhere" in job.case:

@@ -107,12 +107,26 @@ JOBS = {
 }
 
 
+SLOW = {
+    "prefill of half pages, head dim 80",
+    "prefill of head dim 256",
+    "decode of more rows than a tile has",
+}
+PARAMS = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else (), id=name) for name in JOBS
+]
+
+
 @pytest.fixture(scope="module")
-def answers() -> dict[str, Answer]:
-    return dict(zip(JOBS, interpret(list(JOBS.values())), strict=False))
+def answers(request: pytest.FixtureRequest) -> dict[str, Answer]:
+    """What the selected tests ask for, in one process."""
+    items = (item for item in request.session.items if item.path == request.path)
+    wanted = [item.callspec.params.get("name") for item in items if hasattr(item, "callspec")]
+    names = [name for name in JOBS if name in wanted]
+    return dict(zip(names, interpret([JOBS[name] for name in names]), strict=False))
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", PARAMS)
 def test_a_kernel_gives_the_oracles_answer_without_a_race(name: str, answers) -> None:
     assert name in answers, "a job before it hung"
     assert not answers[name].hung
@@ -153,8 +167,8 @@ def test_a_missing_wait_is_a_race(fault: tuple[str, str], faulty) -> None:
 
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])
 def test_a_missing_arrival_never_ends(kernel: str) -> None:
-    """The same step without the fault has answered long before the time is up."""
+    """It is given five times as long as the same step without the fault takes."""
     sound, broken = with_fault(kernel, "Ring"), with_fault(kernel, "KeysAreNeverReleased")
-    answers = interpret([sound, broken], timeout_s=20)
-    assert answers[0] == Answer(hung=False, error=None)
-    assert answers[1].hung
+    answers = interpret([sound, sound, broken], last_within=5)
+    assert answers[:2] == [Answer(hung=False, error=None)] * 2
+    assert answers[2].hung
