@@ -39,8 +39,7 @@ class Auth:
         await error_reply(error).response(scope["path"])(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
-        # A browser asks for permission (OPTIONS) before it sends the key.
-        if scope["method"] == "OPTIONS" or scope["path"] in self._open_paths:
+        if scope["path"] in self._open_paths:
             return True
         given = _key_of(Headers(scope=scope))
         return given is not None and self._is_valid(given)

@@ -8,9 +8,13 @@ last two a request as well.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
 import socket
+import struct
 import sys
+import termios
 from typing import Any
 
 import h11
@@ -33,7 +37,7 @@ class Connection(H11Protocol):
         super().__init__(config, *args, **kwargs)
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
-        self._unsent_bytes = 0
+        self._num_unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start to wait for a request."""
@@ -116,11 +120,11 @@ class Connection(H11Protocol):
 
     def _wait_for_reader(self) -> None:
         self._stop(self._sending)
-        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._num_unread = _num_unread(self.transport)
         self._sending = self.loop.call_later(self.send_timeout_s, self._look_at_reader)
 
     def _look_at_reader(self) -> None:
-        if self.transport.get_write_buffer_size() < self._unsent_bytes:
+        if _num_unread(self.transport) < self._num_unread:
             self._wait_for_reader()  # it reads, if slowly
         else:
             self._give_up()
@@ -138,6 +142,20 @@ def connection_class(receive_timeout_s: float, send_timeout_s: float) -> type[Co
     """Return the class of a server's connections: uvicorn makes them, and passes no settings on."""
     limits = {"receive_timeout_s": receive_timeout_s, "send_timeout_s": send_timeout_s}
     return type("Connection", (Connection,), limits)
+
+
+def _num_unread(transport: asyncio.Transport) -> int:
+    """Return the bytes that the peer has not taken yet: those here, and those in the kernel.
+
+    The kernel asks for more only when much of its buffer is free, which may hold megabytes: a peer
+    that reads slowly looks like one that does not read if only the bytes here are counted.
+    """
+    size = transport.get_write_buffer_size()
+    sock = transport.get_extra_info("socket")
+    with contextlib.suppress(OSError):  # where the system cannot tell
+        [in_kernel] = struct.unpack("i", fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, b"\0" * 4))
+        size += in_kernel
+    return size
 
 
 def _probe_when_silent(transport: asyncio.Transport) -> None:

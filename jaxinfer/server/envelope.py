@@ -30,7 +30,8 @@ def in_envelope(app: ASGIApp, state: ServerState, routes: Iterable[tuple[str, st
     if keys:
         app = Auth(app, keys, open_paths())
     if options.allowed_origins:
-        # Outside of `Auth`: a page may read a refusal only if it bears these headers.
+        # Outside of `Auth`: a browser asks for permission before it sends the key, and a page may
+        # read a refusal only if it bears these headers.
         app = CORSMiddleware(
             app,
             allow_origins=options.allowed_origins,

@@ -12,6 +12,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -39,6 +40,8 @@ EXIT_LOAD_FAILED = 2
 EXIT_FORCED = 130
 # What requests that were cut at the end of draining have to tell their clients so.
 LAST_WORDS_S = 2
+# asyncio takes as many connections at one go as its backlog says, while every stream waits.
+ACCEPTS_AT_ONCE = 64
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -98,7 +101,7 @@ def make_server(state: ServerState) -> Server:
             log_config=None,
             access_log=False,
             lifespan="off",
-            backlog=BACKLOG,
+            backlog=ACCEPTS_AT_ONCE,
             server_header=False,
             ws="none",
             **settings,
@@ -125,6 +128,12 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Drain and end. Callable from any thread."""
         self._state.drain()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to accept connections, a few at a time, however many wait."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether it is time to end; called ten times a second."""
