@@ -37,7 +37,7 @@ print(json.dumps({
     "surprises": stats.compilations_after_warmup,
 }), flush=True)
 if asked["finish"]:
-    llm._engine.finish_warmup()
+    llm.finish_warmup()
 """
 
 

@@ -34,6 +34,7 @@ def main() -> None:
         max_model_len=max(args.prefill_len + 1, args.prompt_len + args.new_tokens),
         enable_prefix_caching=False,
     )
+    llm.finish_warmup()
     rng = random.Random(0)
     print(_conditions(llm, args))
     print()

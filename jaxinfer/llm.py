@@ -99,6 +99,13 @@ class LLM:
         """The engine's counters; to be read, not kept."""
         return self._engine.stats
 
+    def finish_warmup(self) -> None:
+        """Wait until every program is compiled: calls work before, but some take longer."""
+        with self._lock:
+            if self._unusable:
+                raise EngineDeadError(self._unusable)
+            self._engine.finish_warmup()
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the model's makers recommend; used where a call gives no parameters."""
         return self._defaults

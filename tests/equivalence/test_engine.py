@@ -198,6 +198,20 @@ def test_nothing_compiles_after_warmup() -> None:
     work["scored"] = Work(tuple(range(5, 40)), SamplingParams(prompt_logprobs=3, max_tokens=2))
     run(engine, work)
     assert engine.stats.compilations_after_warmup == 0
+    engine.close()
+
+
+def test_tokens_do_not_depend_on_which_programs_are_ready() -> None:
+    work = mixed_work(6, longest=14, seed=4)
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_pages": 64}
+    engine = make_engine("smollm2", **settings, num_decode_steps=2)
+    programs = engine.runner.programs
+    for key in programs.first:
+        _ = programs.compiled[key]
+    # As if threads were at it and came no further.
+    programs.compiled._num_threads = 1
+    assert run_tokens(engine, work) == run_alone(make_engine("smollm2", **settings), work)
+    assert len(programs.compiled) == len(programs.first)
 
 
 def test_min_tokens_bans_no_end_token_that_is_ignored_anyway() -> None:
