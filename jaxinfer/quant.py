@@ -14,7 +14,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxinfer import cpu_kernels
 from jaxinfer.models import Recipe, Transformer

@@ -1,4 +1,4 @@
-"""The ways to multiply: C++ kernels and plain XLA give the same, int8 nearly the same as float32."""
+"""Ways to multiply: C++ kernels and plain XLA give the same, int8 nearly the same as float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ TOKENS = (np.arange(45) * 7 + 3) % 250
 
 
 def logits(name: str, **settings) -> np.ndarray:
-    return logits_of(make_engine(name, buckets=(1, 32), max_model_len=96, **settings), TOKENS, chunk=32)
+    return logits_of(
+        make_engine(name, buckets=(1, 32), max_model_len=96, **settings), TOKENS, chunk=32
+    )
 
 
 def spread(x: np.ndarray, reference: np.ndarray) -> float:
