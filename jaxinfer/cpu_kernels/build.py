@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def load_library() -> Library:
     Raises:
         BuildError: There is no compiler, or it fails.
     """
-    compiler = _compiler()
+    compiler = find_compiler()
     digest = _digest(compiler)
     path = _cached(compiler, digest)
     try:
@@ -91,39 +91,80 @@ def load_library() -> Library:
     return Library(tuple(names().decode().split()), suffix)
 
 
-def compile_library(
-    compiler: str, out: Path, *, flags: tuple[str, ...] = FLAGS, sources: Path = SOURCES
-) -> None:
+def compile_library(compiler: str, out: Path) -> None:
     """Compile and link the kernels to `out`.
 
     Raises:
         BuildError: Says what the compiler says.
     """
-    include = ("-isystem", jax.ffi.include_dir())
-    machine = platform.machine().lower().replace("amd64", "x86_64")
-    isas = ISA_FLAGS.get(machine, ISA_FLAGS["other"])
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
-        units = [
-            (sources / "isa.cc", Path(folder) / f"isa_{isa}.o", (f"-DISA={isa}", *isa_flags))
-            for isa, isa_flags in isas.items()
-        ]
-        units += [
-            (source, Path(folder) / f"{source.stem}.o", include)
-            for source in sorted(sources.glob("*.cc"))
-            if source.name != "isa.cc"
-        ]
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-            jobs = [
-                pool.submit(_run, [compiler, *flags, *more, "-c", str(source), "-o", str(made)])
-                for source, made, more in units
-            ]
-            for job in jobs:
-                job.result()
+        sources = sorted(source for source in SOURCES.glob("*.cc") if source.name != "isa.cc")
+        objects = compile_objects(compiler, Path(folder), sources, FLAGS)
         linked = Path(folder) / "linked.so"
-        objects = [str(made) for _, made, _ in units]
-        _run([compiler, *flags, "-shared", *objects, "-o", str(linked)])
+        run([compiler, *FLAGS, "-shared", *objects, "-o", str(linked)])
         # Whole or not at all: a reader may look at any moment.
         os.replace(linked, out)
+
+
+def compile_objects(
+    compiler: str, folder: Path, sources: Sequence[Path], flags: Sequence[str]
+) -> list[str]:
+    """Compile `sources`, and the kernels of each instruction set, several at a time.
+
+    Returns:
+        The object files, in `folder`.
+
+    Raises:
+        BuildError: Says what the compiler says.
+    """
+    include = ("-isystem", jax.ffi.include_dir(), f"-I{SOURCES}")
+    machine = platform.machine().lower().replace("amd64", "x86_64")
+    isas = ISA_FLAGS.get(machine, ISA_FLAGS["other"])
+    # The largest first.
+    units = [
+        (SOURCES / "isa.cc", folder / f"isa_{isa}.o", (f"-DISA={isa}", *isa_flags))
+        for isa, isa_flags in reversed(isas.items())
+    ]
+    units += [(source, folder / f"{source.stem}.o", include) for source in sources]
+    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        jobs = [
+            pool.submit(run, [compiler, *flags, *more, "-c", str(source), "-o", str(made)])
+            for source, made, more in units
+        ]
+        for job in jobs:
+            job.result()
+    return [str(made) for _, made, _ in units]
+
+
+def run(command: Sequence[str]) -> str:
+    """Run a command and return what it prints.
+
+    Raises:
+        BuildError: It failed; the first line of its complaint.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} did not run: {error}") from error
+    if done.returncode:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
+        raise BuildError(f"{command[0]} failed: {reason.strip()[:500]}")
+    return done.stdout
+
+
+def find_compiler() -> str:
+    """Return the path of a C++ compiler.
+
+    Raises:
+        BuildError: There is none.
+    """
+    for name in COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise BuildError("there is no C++ compiler")
 
 
 def _cached(compiler: str, digest: str) -> Path:
@@ -161,32 +202,11 @@ def _cache_dir() -> Path:
     raise BuildError("no folder to compile into can be written")
 
 
-def _compiler() -> str:
-    for name in COMPILERS:
-        found = shutil.which(name)
-        if found:
-            return found
-    raise BuildError("there is no C++ compiler")
-
-
 def _digest(compiler: str) -> str:
     """Return a name for what the library is made of and by."""
-    version = _run([compiler, "--version"]).partition("\n")[0]
+    version = run([compiler, "--version"]).partition("\n")[0]
     facts = (version, platform.machine(), jaxlib.__version__, FLAGS, ISA_FLAGS)
     digest = hashlib.sha256(repr(facts).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:32]
-
-
-def _run(command: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{command[0]} did not run: {error}") from error
-    if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
-        raise BuildError(f"{command[0]} failed: {reason.strip()[:500]}")
-    return done.stdout

@@ -1,4 +1,4 @@
-"""C++ kernels and plain XLA multiply alike, and int8 nearly as float32 does."""
+"""Ways to multiply: C++ kernels and plain XLA give the same, int8 nearly the same as float32."""
 
 from __future__ import annotations
 

@@ -74,6 +74,7 @@ void plan_tiles(const AttentionJob& job, const Rows& rows, Plan& plan) {
 // Tokens of no row get zeros.
 void clear_padding(const AttentionJob& job, const Rows& rows) {
   int used = rows.num_rows ? rows.query_start_loc[rows.num_rows] : 0;
+  if (used == job.num_tokens) return;
   size_t token = static_cast<size_t>(job.num_kv_heads) * job.group * job.head_dim;
   token *= job.number == Number::kFloat32 ? 4 : 2;
   std::memset(
