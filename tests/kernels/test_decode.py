@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.tiles import DecodeTiles
-from pallas_kernels.triton import backend
+from pallas_kernels.triton import backend, decode_kernels
 from pallas_kernels.triton.decode import paged_decode
+from tests.kernels.bounds import strict_bounds
 from tests.kernels.oracle import Case, Step, attend, make_step
 
 # Small blocks, so that short sequences have many: 384 keys are 24 blocks.
@@ -146,10 +147,13 @@ def test_fixed_splits_are_bitwise_independent_of_neighbours_and_padding(window: 
     *arrays, batch = make_step(case).arguments
     q, k, v = map(jnp.asarray, arrays)
 
+    # Longer tables have more splits.
+    table = jnp.pad(batch.page_table, ((0, 0), (0, 40)), constant_values=-1)
+
     def first_row(num_rows: int, num_tokens: int, max_pages: int) -> np.ndarray:
         start = jnp.minimum(batch.query_start_loc, num_rows)
         some = batch._replace(
-            page_table=batch.page_table[:, :max_pages],
+            page_table=table[:, :max_pages],
             query_start_loc=start,
             num_decode_rows=jnp.int32(num_rows),
         )
@@ -158,7 +162,7 @@ def test_fixed_splits_are_bitwise_independent_of_neighbours_and_padding(window: 
 
     alone = first_row(1, 1, 21)
     assert alone.any()
-    for sizes in ((3, 24, 24), (3, 3, 22)):
+    for sizes in ((3, 24, 64), (3, 3, 24)):
         np.testing.assert_array_equal(first_row(*sizes), alone)
 
 
@@ -171,6 +175,22 @@ def test_splits_that_a_row_does_not_reach_are_neither_computed_nor_read() -> Non
     table[1, 1:] = 2**31 - 1
     step = dataclasses.replace(step, arguments=(q, k, v, batch._replace(page_table=table)))
     step.check(decode(step, split_len=BLOCK_K))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "how"),
+    [(1, None, {"num_splits": 1}), (1, 23, {"split_len": 2 * BLOCK_K}), (5, None, {})],
+    ids=str,
+)
+def test_nothing_outside_of_an_array_is_touched(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, window: int | None, how: dict[str, int]
+) -> None:
+    """Not by page ids that are garbage, nor by heads, tokens and dimensions that are padding."""
+    shape = {**SMALL, "num_heads": 6, "num_kv_heads": 2, "head_dim": 80, "max_tokens": 12}
+    rows = ((tokens, 384), (1, 17), (tokens, 33), (1, 1))
+    step = make_step(Case(rows, sliding_window=window, sinks=True, kv_dtype="int8", **shape))
+    with strict_bounds(monkeypatch, decode_kernels):
+        step.check(decode(step, max_query_len=tokens, **how))
 
 
 def test_rows_longer_than_the_page_table_end_with_it() -> None:

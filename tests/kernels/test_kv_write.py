@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from pallas_kernels import KVPages, has_scales, write_kv
 from pallas_kernels.kv_pages import LARGEST, quantize
+from pallas_kernels.triton import kv_write
 from pallas_kernels.triton.kv_write import triton_write_kv
+from tests.kernels.bounds import strict_bounds
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 NUM_PAGES, PAGE_SIZE, K = 7, 4, 3
@@ -101,6 +103,19 @@ def test_bad_numbers_stay_visible_and_zeros_stay_zero(dtype: str) -> None:
     assert np.isnan(back[1]).all()
     assert not np.isfinite(back[2]).any()
     assert np.abs(back[3]).max() <= 1e-38
+
+
+def test_nothing_outside_of_an_array_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by padding tokens, and not by tokens and dimensions that fill up a block."""
+    rng = np.random.default_rng(0)
+    pages = make_pages(rng, "int8", 80)
+    k, v = (jnp.asarray(rng.normal(size=(11, K, 80)), jnp.float32) for _ in "kv")
+    slots = jnp.asarray([*rng.permutation(NUM_SLOTS)[:7], -1, -9, NUM_SLOTS, 2**31 - 1], jnp.int32)
+    expected = write_kv(k, v, pages, slots, impl="xla")
+    with strict_bounds(monkeypatch, kv_write):
+        written = write_kv(k, v, pages, slots, impl="interpret")
+    for array, other in zip(written, expected, strict=True):
+        np.testing.assert_array_equal(array, other)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
