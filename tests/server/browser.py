@@ -18,7 +18,7 @@ from jaxinfer.server.options import ServerOptions
 from tests.server.fakes import RecitingRunner
 from tests.server.serving import TIMEOUT_S, RunningServer, running_server
 
-SCREENSHOTS = Path("build/screenshots")
+SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 PLENTY = 100_000
 # Chromium's own words for a status above 399; no page can keep them out of the console.
 REFUSED = "Failed to load resource"

@@ -31,7 +31,9 @@ LOOKS = {
     "light": {**DESKTOP, "color_scheme": "light"},
     "dark": {**DESKTOP, "color_scheme": "dark"},
     "phone": {
-        **{"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True},
+        "viewport": {"width": 390, "height": 844},
+        "is_mobile": True,
+        "has_touch": True,
         "color_scheme": "light",
     },
 }
@@ -49,7 +51,8 @@ CONTRAST = """(node) => {
   const light = (colour) => rgb(colour).slice(0, 3)
     .map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4))
     .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0.05);
-  const [a, b] = [getComputedStyle(node).color, getComputedStyle(behind).backgroundColor].map(light);
+  const a = light(getComputedStyle(node).color);
+  const b = light(getComputedStyle(behind).backgroundColor);
   return Math.max(a, b) / Math.min(a, b);
 }"""
 
@@ -135,11 +138,9 @@ def test_a_filled_control_is_sent_and_an_empty_one_is_not(at):
     at.ask("Hi")
     plain = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], **STREAMED}
     assert at.sent == [{**plain, "temperature": 0}]
-    numbers = {
-        **{"Temperature": 0.5, "Max tokens": 6, "Seed": 8, "Top p": 0.9, "Top k": 40},
-        **{"Min p": 0.05, "Repetition penalty": 1.1, "Presence penalty": -1},
-        **{"Frequency penalty": 2},
-    }
+    numbers = {"Temperature": 0.5, "Max tokens": 6, "Seed": 8, "Top p": 0.9, "Top k": 40}
+    numbers |= {"Min p": 0.05, "Repetition penalty": 1.1, "Presence penalty": -1}
+    numbers |= {"Frequency penalty": 2}
     for label, value in numbers.items():
         at.page.get_by_label(label, exact=True).fill(str(value))
     at.page.get_by_label("System prompt").fill("Be brief.")
