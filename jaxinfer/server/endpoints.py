@@ -1,6 +1,7 @@
 """All routes in one table: what each takes, what it answers. The rest is made from it.
 
-Routes, the OpenAPI document, the page `/docs` and `docs/reference/http.md` read it.
+Routes, the OpenAPI document, the page `/docs` and `docs/reference/http.md` read it. Only the files
+of the playground are not in it: they are a client of these routes.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxinfer.server import playground
 from jaxinfer.server.access_log import log_exchange
 from jaxinfer.server.auth import Auth
 from jaxinfer.server.call import choose_request_id
@@ -28,7 +29,8 @@ def in_envelope(app: ASGIApp, state: ServerState, routes: Iterable[tuple[str, st
     options = state.options
     keys = options.keys()
     if keys:
-        app = Auth(app, keys, open_paths())
+        pages = playground.paths() if options.playground else frozenset[str]()
+        app = Auth(app, keys, open_paths() | pages)
     if options.allowed_origins:
         # Outside of `Auth`: a browser asks for permission before it sends the key, and a page may
         # read a refusal only if it bears these headers.

@@ -66,6 +66,7 @@ class ServerOptions:
             logged at "debug" only.
         metrics_prefix: "vllm" for vLLM's names in `/metrics`, "jaxinfer" for the same names under
             our own.
+        playground: Serve a page for people at `/`: chat, settings, and what the engine does.
         otlp_traces_endpoint: URL to which traces go by OTLP over HTTP; needs jaxinfer[otel].
     """
 
@@ -99,6 +100,7 @@ class ServerOptions:
     log_format: str = "text"
     access_log: bool = True
     metrics_prefix: str = "vllm"
+    playground: bool = True
     otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:

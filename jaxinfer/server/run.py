@@ -123,11 +123,13 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, state: ServerState):
         super().__init__(config)
         self._state = state
+        self._stopping = False
         self._drained_by: float | None = None
 
     def stop(self) -> None:
         """Drain and end. Callable from any thread."""
         self._state.drain()
+        self._stopping = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections, a few at a time, however many wait."""
@@ -139,7 +141,7 @@ class Server(uvicorn.Server):
         """Return whether it is time to end; called ten times a second."""
         if await super().on_tick(counter):
             return True
-        if not self._state.draining:
+        if not self._stopping:
             return False
         if self._drained_by is None:
             self._drained_by = time.monotonic() + self._state.options.drain_timeout_s

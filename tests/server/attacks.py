@@ -132,8 +132,11 @@ async def connects(target: Target) -> None:
         async with Client(target, reset=i % 2 == 0) as client:
             await asyncio.sleep(target.scale)
             if i % 50 == 0:
-                await client.send(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert await client.status() == 200
+                with contextlib.suppress(ConnectionError):
+                    await client.send(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+                    data = await client.receive()
+                    # Closed, if so many clients made this one too late for the server.
+                    assert not data or b" 200 " in data, data
 
     await all_at_once(target.many(2000), attack)
 

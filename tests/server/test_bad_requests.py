@@ -336,7 +336,7 @@ def test_unknown_model_is_a_404(server, path, body):
 
 def test_unknown_paths_and_methods_have_the_same_error_body(server):
     assert_error(server.http.get("/v1/nothing"), 404, None)
-    assert_error(server.http.get("/"), 404, None)
+    assert_error(server.http.get("/nothing"), 404, None)
     assert_error(server.post(COMPLETIONS + "/", {"prompt": "Hi"}), 404, None)
     response = server.http.get(COMPLETIONS)
     assert_error(response, 405, None)

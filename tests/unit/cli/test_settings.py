@@ -46,6 +46,7 @@ OPTION_VALUES: dict[str, Any] = {
     "log_format": "json",
     "access_log": False,
     "metrics_prefix": "jaxinfer",
+    "playground": False,
     "otlp_traces_endpoint": "http://127.0.0.1:4318/v1/traces",
 }
 # Legal only together with others.
