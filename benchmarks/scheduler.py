@@ -1,11 +1,12 @@
 """Host time of a step with many running requests, without a model.
 
-    .venv/bin/python benchmarks/scheduler.py [--requests 256]
+    .venv/bin/python benchmarks/scheduler.py [--requests 256] [--dispatch]
 
 A null model gives every row a token at once, so what is timed is the engine's own work: planning
 the step, packing its arrays as for the device, and dealing with its tokens. All requests decode.
 The median of the steps is shown, and CPU time beside wall time: on a busy machine only the first
-means something.
+means something. With `--dispatch` the default model is loaded too, and what is timed is how long
+the calls of its programs keep the engine's thread from going on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import statistics
 import time
 
-from jaxinfer.batch import StepPlan, StepResult
+from jaxinfer.batch import ScheduledRow, StepPlan, StepResult
 from jaxinfer.forward_batch import BatchLayout
 from jaxinfer.page_pool import PagePool
 from jaxinfer.page_tables import PageTables
@@ -51,7 +52,35 @@ def main() -> None:
         result = null.run(plan)
         with _timed(parts, "update"):
             scheduler.update(plan, result)
-    _print(n, parts)
+    _print(f"{n} running requests, {args.steps - 1} steps", parts)
+    if args.dispatch:
+        _print("dispatching a step of one row", _dispatch(args.steps))
+
+
+def _dispatch(repeats: int) -> dict[str, list[tuple[float, float]]]:
+    import jax
+
+    from jaxinfer import EngineConfig, loading
+
+    runner = loading.load(EngineConfig()).engine.runner
+    runner.finish_warmup()
+    parts: dict[str, list[tuple[float, float]]] = {}
+    row = Request(
+        request_id="r",
+        prompt_token_ids=[5] * 9,
+        params=SamplingParams(temperature=0),
+        seed=0,
+        max_total_tokens=16,
+    )
+    row.page_ids = [0]
+    plan = StepPlan(rows=(ScheduledRow(row, 8, 1, True, 0),))
+    for _ in range(repeats):
+        with _timed(parts, "backbone"):
+            hidden = runner.forward(plan)
+        with _timed(parts, "head and sampler"):
+            step = runner.sample(plan, hidden)
+        jax.block_until_ready(step.sampled)
+    return parts
 
 
 class _NullModel:
@@ -103,8 +132,8 @@ def _request(i: int, args: argparse.Namespace) -> Request:
     )
 
 
-def _print(num_requests: int, parts: dict[str, list[tuple[float, float]]]) -> None:
-    print(f"{num_requests} running requests, {len(parts['pack'])} steps; µs a step, median")
+def _print(what: str, parts: dict[str, list[tuple[float, float]]]) -> None:
+    print(f"{what}; µs, median")
     print("| part | wall | CPU |")
     print("| --- | ---: | ---: |")
     sums = [tuple(map(sum, zip(*step, strict=True))) for step in zip(*parts.values(), strict=True)]
@@ -119,6 +148,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-len", type=int, default=200)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--dispatch", action="store_true")
     return parser.parse_args()
 
 

@@ -6,8 +6,10 @@ numpy only; unpacking happens inside jit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -76,18 +78,22 @@ class BatchLayout:
             ("page_table", (num_groups, B, P)),
         )
 
-    @property
+    @cached_property
+    def _spans(self) -> dict[str, tuple[slice, tuple[int, ...]]]:
+        spans, start = {}, 0
+        for name, shape in self._fields():
+            end = start + math.prod(shape)
+            spans[name] = slice(start, end), shape
+            start = end
+        return spans
+
+    @cached_property
     def size(self) -> int:
         """Length of the packed array."""
-        return sum(int(np.prod(shape)) for _, shape in self._fields())
+        return sum(math.prod(shape) for _, shape in self._fields())
 
     def _views(self, packed):
-        views, start = {}, 0
-        for name, shape in self._fields():
-            size = int(np.prod(shape))
-            views[name] = packed[start : start + size].reshape(shape)
-            start += size
-        return views
+        return {name: packed[span].reshape(shape) for name, (span, shape) in self._spans.items()}
 
     def pack(self, plan: StepPlan, tables: PageTables) -> np.ndarray:
         """Return int32 [size], a fresh array: the device may alias it while the step runs."""

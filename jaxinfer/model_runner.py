@@ -115,6 +115,8 @@ class ModelRunner:
         self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
         self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
         self._packer = SamplingPacker(model_config.vocab_size)
+        self._layouts = {T: config.layout(T) for T in config.token_buckets}
+        self._decode_layouts = {B: config.decode_layout(B) for B in config.row_buckets}
         self._tables = PageTables(len(config.group_pages), config.max_pages)
         self._last_sampled = self._put(np.zeros(config.max_num_seqs, np.int32))
         self._neutral = {B: self._neutral_parts(B) for B in config.row_buckets}
@@ -153,7 +155,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan, bucket: int | None = None) -> Hidden:
         """Dispatch the backbone over the plan's tokens; returns before it is done."""
         T = bucket or self._bucket("backbone", plan.num_tokens, self.config.token_buckets)
-        return self._call_backbone(T, self.config.layout(T).pack(plan, self._tables))
+        return self._call_backbone(T, self._layouts[T].pack(plan, self._tables))
 
     def sample(
         self, plan: StepPlan, hidden: Hidden, masks: Mapping[str, np.ndarray] | None = None
@@ -188,7 +190,7 @@ class ModelRunner:
         self._cache, sampled, counts = self.programs.compiled["decode", B](
             (self.programs.backbone.leaves, self.programs.head.leaves),
             self._cache,
-            self.config.decode_layout(B).pack(plan, self._tables),
+            self._decode_layouts[B].pack(plan, self._tables),
             self._last_sampled,
             self._packer.pack_limits(rows, B),
             sampling.rows,
