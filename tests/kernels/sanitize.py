@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jaxinfer.cpu_kernels.build import SOURCES, compile_objects, find_compiler, run
+from jaxinfer.cpu_kernels.build import SOURCES, BuildError, compile_objects, find_compiler, run
 
 SANITIZERS = {"address": ("address,undefined", 60), "thread": ("thread", 15)}
 """What the compiler is told, and rounds for each instruction set."""
@@ -39,6 +39,11 @@ def sanitize(kind: str) -> None:
 
 def main() -> None:
     """Run those named, or all."""
+    try:
+        find_compiler()
+    except BuildError as error:
+        sys.stdout.write(f"skipped: {error}\n")
+        return
     for kind in sys.argv[1:] or SANITIZERS:
         start = time.monotonic()
         sanitize(kind)

@@ -8,6 +8,7 @@ and the extras have to exist.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import shlex
@@ -232,6 +233,16 @@ def check_pip(args: list[str]) -> None:
         assert extra in project["optional-dependencies"]
 
 
+def check_python(args: list[str]) -> None:
+    """A module that can be run, or a script that knows its flags."""
+    if args[0] == "-m":
+        assert importlib.util.find_spec(f"{args[1]}.__main__") is not None
+        return
+    script = (ROOT / args[0]).read_text()
+    for word in args[1:]:
+        assert not word.startswith("--") or f'"{word}"' in script, f"{args[0]} has no {word}"
+
+
 def parse_curl(args: list[str]) -> dict[str, object]:
     """Returns what httpx has to send; a flag that is not known here fails the test."""
     request: dict[str, object] = {"method": "GET", "headers": {}}
@@ -254,5 +265,6 @@ CHECKS: dict[str, Callable[[list[str]], object]] = {
     "make": check_make,
     "jaxinfer": check_jaxinfer,
     "pip": check_pip,
+    "python": check_python,
     "curl": parse_curl,
 }
