@@ -7,6 +7,9 @@ page table that lead to poison, and poisoned slots behind a row's last key.
 
 from __future__ import annotations
 
+import re
+
+import jax
 import pytest
 
 from tests.kernels.mosaic.interpreter import Answer, interpret
@@ -144,8 +147,13 @@ FAULTS = [
 ]
 
 
+# A tile that ends with its row: without meetings one warpgroup clears values that the other reads.
+WHOLE_TILE = Job("prefill", {**PREFILL.case, "rows": [(128, 150)], "max_tokens": 128})
+
+
 def with_fault(kernel: str, fault: str) -> Job:
     job = {"prefill": PREFILL, "decode": DECODE}[kernel]
+    job = WHOLE_TILE if fault == "NoMeetings" else job
     keywords = {"split_len": 192} if kernel == "decode" else {}
     return Job(job.kernel, job.case, ring=fault, keywords=keywords)
 
@@ -158,11 +166,14 @@ def faulty() -> dict[tuple[str, str], Answer]:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=" ".join)
 def test_a_missing_wait_is_a_race(fault: tuple[str, str], faulty) -> None:
+    if fault[1] == "NoMeetings" and jax.__version_info__ < (0, 12):
+        pytest.skip("the detector before JAX 0.12 does not compare plain reads with plain writes")
     assert fault in faulty, "a job before it hung"
     assert not faulty[fault].hung
     error = faulty[fault].error
     assert error is not None
-    assert "RACE DETECTED" in error or "no threads observed" in error, error
+    # A wait that is missing altogether leaves a completed barrier that nobody has observed.
+    assert re.search(r"RACE DETECTED|no threads observed|had only observed barrier", error), error
 
 
 @pytest.mark.parametrize("kernel", ["prefill", "decode"])
