@@ -22,6 +22,7 @@ from jaxinfer.batch import ScheduledRow, StepPlan
 from jaxinfer.kv_cache import KVCache, make_cache
 from jaxinfer.models import ModelConfig, Transformer, flat_parameters
 from jaxinfer.models.llama import llama_config
+from jaxinfer.page_tables import PageTables
 from jaxinfer.request import Request
 from jaxinfer.sampling_batch import SamplingPacker, neutral_bias, neutral_mask
 from jaxinfer.sampling_params import SamplingParams
@@ -130,6 +131,7 @@ class Model:
         self.programs = StepPrograms(model, self.weights, mesh, config, self.cache)
         self._last = jnp.zeros((config.max_num_seqs,), jnp.int32, device=replicated(mesh))
         self._packer = SamplingPacker(self.model_config.vocab_size)
+        self._tables = PageTables(len(config.group_pages), config.max_pages)
 
     def compile(self, tokens: int, rows: int) -> None:
         """Compile what a step of so many tokens and sampled rows needs."""
@@ -140,7 +142,7 @@ class Model:
         """Return a function that dispatches one step, backbone to sampled tokens."""
         plan = _plan(rows, self.config.page_size)
         T, B, V = plan.num_tokens, len(rows), self.model_config.vocab_size
-        packed = jnp.asarray(self.config.layout(T).pack(plan))
+        packed = jnp.asarray(self.config.layout(T).pack(plan, self._tables))
         sampling = jnp.asarray(self._packer.pack(plan.rows, B).rows)
         neutral = [jnp.asarray(x) for x in (neutral_bias(B, V), neutral_mask(B, V))]
         table = jnp.zeros((B, self.config.max_pages), jnp.int32)

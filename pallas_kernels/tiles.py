@@ -128,7 +128,10 @@ def default_prefill_tiles(key: TileKey) -> PrefillTiles:
     block_q = 64 if wide or key.generation == "sm_80" else 128
     # Pages of one byte are converted in registers, which then are missing elsewhere.
     scaled = key.kv_dtype in SCALED_DTYPES
-    small = scaled or (wide and key.generation != "sm_90")
+    small = scaled or (wide and key.generation != "sm_90") or key.generation == "sm_120"
+    if key.head_dim == 192 and key.generation != "sm_90":
+        # Computed as 128 + 64: pointers of both.
+        return sizes(block_q=64, block_k=16)
     return sizes(block_q=block_q, block_k=32 if small else 64)
 
 

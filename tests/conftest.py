@@ -7,6 +7,7 @@ it stands at module level: pytest imports this file before any test.
 from __future__ import annotations
 
 import gc
+import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -30,6 +31,9 @@ hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, database=None, print_blob=True
 )
 hypothesis.settings.load_profile("repeatable")
+
+# A shell that starts the tests in the background lets them ignore Ctrl-C, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

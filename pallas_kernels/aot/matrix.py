@@ -27,6 +27,7 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 NUM_TOKENS, NUM_ROWS, MAX_PAGES, NUM_PAGES, PAGE_SIZE = 512, 16, 512, 4096, 16
 
 PREFILL, DECODE, COMBINE = "paged_prefill", "paged_decode_splits", "paged_decode_combine"
+DECODE_WHOLE = "paged_decode"
 WRITE = "write_kv"
 HOPPER_PREFILL, HOPPER_DECODE = "mosaic_paged_prefill", "mosaic_paged_decode"
 
@@ -82,9 +83,12 @@ class Attention:
             matrix = {HOPPER_PREFILL: WIDE, HOPPER_DECODE: WIDE}
             kernels = tuple(matrix)
         else:
-            kernels = (PREFILL, DECODE, COMBINE)
+            # What a short window shows is not worth dividing.
+            is_whole = self.window is not None and self.window <= 128
+            decode = (DECODE_WHOLE,) if is_whole else (DECODE, COMBINE)
+            kernels = (PREFILL, *decode)
             # Of float32 both occur: some chips have wide instructions for three passes of TF32.
-            matrix = {} if self.dtype == "float32" else {PREFILL: WIDE, DECODE: NARROW}
+            matrix = {} if self.dtype == "float32" else {PREFILL: WIDE, decode[0]: NARROW}
         return Case(
             name=self.name,
             build=self._build,
