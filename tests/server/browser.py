@@ -62,8 +62,12 @@ class SteppedRunner(RecitingRunner):
     def sample(self, plan: StepPlan, hidden: StepPlan) -> StepResult:
         step = super().sample(plan, hidden)
         varied = [
-            entry and replace(entry, logprob=-0.3 * (token % 9))
-            for token, entry in zip(step.token_ids, step.logprobs, strict=True)
+            entries
+            and tuple(
+                replace(entry, logprob=-0.3 * (token % 9))
+                for token, entry in zip(tokens, entries, strict=True)
+            )
+            for tokens, entries in zip(step.token_ids, step.logprobs, strict=True)
         ]
         return replace(step, logprobs=tuple(varied))
 
