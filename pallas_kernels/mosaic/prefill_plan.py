@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_batch import RaggedBatch
-from pallas_kernels.shapes import Int
+from pallas_kernels.shapes import Array, Int
 
 
 def plan_tiles(
