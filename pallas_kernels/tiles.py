@@ -124,7 +124,8 @@ def default_prefill_tiles(key: TileKey) -> PrefillTiles:
     wide = key.head_dim > 128
     if "float32" in (key.dtype, key.kv_dtype):
         # Multiplied in three passes, from operands that are split in registers.
-        return sizes(block_q=16, block_k=16, num_warps=4, num_stages=1)
+        rows = 32 if wide and key.kv_dtype == key.dtype else 16
+        return sizes(block_q=rows, block_k=16, num_warps=8 if wide else 4, num_stages=1)
     block_q = 64 if wide or key.generation == "sm_80" else 128
     # Pages of one byte are converted in registers, which then are missing elsewhere.
     scaled = key.kv_dtype in SCALED_DTYPES

@@ -44,7 +44,7 @@ NUM_MULTIPROCESSORS = 148
 MIN_PART = 16
 """Columns of the narrowest matrix product."""
 
-MAX_FLOAT32_PART = 32
+MAX_FLOAT32_PART = 64
 """Columns of the widest product in float32, whose operands are split in registers: wider ones do
 not fit there."""
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import RaggedBatch, mosaic
 from pallas_kernels.mosaic import combine as combining
-from pallas_kernels.mosaic import decode, prefill
+from pallas_kernels.mosaic import decode, prefill_plan
 from pallas_kernels.mosaic.softmax import ScoreRule
 
 T, B = 96, 5
@@ -42,7 +42,7 @@ def batches(draw: st.DrawFn) -> RaggedBatch:
     return batch_of(rows)
 
 
-plan_tiles = jax.jit(prefill.plan_tiles, static_argnames=("num_tokens", "tile_tokens", "fill"))
+plan_tiles = jax.jit(prefill_plan.plan_tiles, static_argnames=("num_tokens", "tile_tokens", "fill"))
 
 
 @pytest.mark.parametrize("tile_tokens", [16, 128])
