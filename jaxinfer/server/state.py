@@ -146,5 +146,11 @@ def package_version() -> str:
 
 def _fingerprint(loaded: LoadedModel) -> str:
     config = loaded.config
-    facts = (package_version(), loaded.name, config.dtype, config.quantization)
+    facts = (
+        package_version(),
+        loaded.name,
+        config.dtype,
+        config.quantization,
+        config.kernels,
+    )
     return "fp_" + hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
