@@ -66,17 +66,21 @@ class PageTables:
 
     def forget(self, request_id: str) -> None:
         """Let others have the rows of a finished request; unknown ids are fine."""
+        if self._drop(request_id):
+            self._requests, self._last = None, []
+
+    def _drop(self, request_id: str) -> bool:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._free.append(entry.index)
-            self._requests = None
+        return entry is not None
 
     def _entry(self, request: Request) -> _Entry:
         entry = self._entries.get(request.request_id)
         # Ids may be used again, and pages change hands: the list itself tells.
         if entry is not None and entry.page_ids is request.page_ids:
             return entry
-        self.forget(request.request_id)
+        self._drop(request.request_id)
         num_groups, num_rows, _ = self.arrays.shape
         if not self._free:
             self.arrays = np.concatenate([self.arrays, np.zeros_like(self.arrays)], axis=1)

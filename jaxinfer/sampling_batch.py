@@ -177,7 +177,7 @@ class SamplingPacker:
         prepared = self._prepared.pop(request_id, None)
         if prepared is not None:
             self._free.append(prepared.index)
-            self._requests = None
+            self._requests, self._last = None, []
 
     def _prepare(self, request: Request) -> _Prepared:
         prepared = self._prepared.get(request.request_id)

@@ -201,8 +201,9 @@ def test_a_full_queue_is_503_with_retry_after(own_server):
     threads = [
         threading.Thread(target=own_server.post, args=("/v1/completions", body)) for _ in range(2)
     ]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
+    wait_until(lambda: own_server.engine.stats.num_requests_running == 1)
+    threads[1].start()
     wait_until(lambda: own_server.engine.stats.num_requests_waiting == 1)
     response = own_server.post("/v1/completions", body)
     assert response.status_code == 503 and response.headers["Retry-After"]
