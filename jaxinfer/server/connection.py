@@ -15,7 +15,6 @@ import socket
 import struct
 import sys
 import termios
-from functools import partial
 from typing import Any
 
 import h11
@@ -24,8 +23,6 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from jaxinfer.server.errors import ErrorReply
 
-# Long enough for one round of the event loop.
-LOOK_S = 0.1
 # A peer that vanished is noticed after a minute: 30 s of silence, then three probes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -113,20 +110,13 @@ class Connection(H11Protocol):
         self._stop(self._receiving)
         self._receiving = self.loop.call_later(self.receive_timeout_s, self._nothing_came)
 
-    def _nothing_came(self, *, looked: bool = False) -> None:
+    def _nothing_came(self) -> None:
         self._receiving = None
         if self.flow.read_paused:
             # It is we who do not read: the application is behind.
             self._wait_for_request()
-        elif self.timeout_keep_alive_task is not None:
-            return
-        elif looked:
+        elif self.timeout_keep_alive_task is None:
             self._give_up()
-        else:
-            # Perhaps this process is late, and what came meanwhile waits to be read: some event
-            # loops look at the clock before they look at the sockets.
-            again = partial(self._nothing_came, looked=True)
-            self._receiving = self.loop.call_later(LOOK_S, again)
 
     def _wait_for_reader(self) -> None:
         self._stop(self._sending)
