@@ -62,12 +62,12 @@ def load(config):
     runner.step_s = 0.01
     return make_loaded(runner, max_num_seqs=64, max_model_len=1024, num_pages=2048)
 
-options = ServerOptions(port=0, receive_timeout_s=5, send_timeout_s=5, keep_alive_timeout_s=5,
+options = ServerOptions(port=0, receive_timeout_s=20, send_timeout_s=20, keep_alive_timeout_s=5,
                         log_level="error")
 serve(EngineConfig(), options, load=load)
 """
 FLAGS = (
-    *("--port", "0", "--receive-timeout-s", "5", "--send-timeout-s", "5"),
+    *("--port", "0", "--receive-timeout-s", "20", "--send-timeout-s", "20"),
     *("--keep-alive-timeout-s", "5", "--log-level", "error"),
 )
 
@@ -104,12 +104,12 @@ class Server:
         return min(samples)
 
     def series(self) -> dict[str, float]:
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         families = text_string_to_metric_families(text)
         return {s.name: s.value for f in families for s in f.samples if f.type == "gauge"}
 
     def num_server_errors(self) -> float:
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         families = text_string_to_metric_families(text)
         samples = [s for f in families if f.name == "http_requests" for s in f.samples]
         return sum(s.value for s in samples if s.labels.get("status") == "5xx")
@@ -146,7 +146,7 @@ def serving(model: str | None) -> Iterator[Server]:
 def read_streams(url: str, control: Connection) -> None:
     """Read streams, one after the other, until told to stop; send back the gaps, in seconds."""
     gaps: list[float] = []
-    with httpx.Client(base_url=url, timeout=60) as http:
+    with httpx.Client(base_url=url, timeout=120) as http:
         while not control.poll():
             with http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 100}) as stream:
                 lines = stream.iter_lines()

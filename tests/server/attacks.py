@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-READ_TIMEOUT_S = 30.0
+READ_TIMEOUT_S = 60.0
 LONG = {"prompt": "Hi", "max_tokens": 400, "ignore_eos": True, "stream": True}
 
 

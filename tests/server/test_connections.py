@@ -75,6 +75,16 @@ def test_who_stops_sending_is_disconnected(hasty, sent):
     hasty.assert_idle()
 
 
+def test_a_server_that_was_late_itself_reads_what_came_meanwhile(hasty):
+    body = json.dumps({"prompt": "Hi", "max_tokens": 4, "temperature": 0}).encode()
+    loop = hasty.server.servers[0].get_loop()
+    with connect(hasty) as client:
+        wait_until(lambda: len(hasty.server.server_state.connections) > 0)
+        loop.call_soon_threadsafe(time.sleep, 1)  # longer than it waits for a request
+        client.sendall(post(body))
+        assert b" 200 OK" in client.recv(65536)
+
+
 def test_a_body_that_comes_slowly_is_read_to_its_end(hasty):
     body = json.dumps({"prompt": "Hi", "max_tokens": 4, "temperature": 0}).encode()
     with connect(hasty) as client:
