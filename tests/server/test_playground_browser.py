@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, expect
 from jaxinfer.server.options import ServerOptions
 from tests.server.browser import REFUSED, Playground, chromium, playground, stepped_server
 from tests.server.fakes import REPLY
-from tests.server.serving import RunningServer, events_of
+from tests.server.serving import RunningServer, events_of, wait_until
 
 KEY = "sk-playground"
 CONTROLS = {"button", "textbox", "spinbutton", "checkbox", "link", "listbox", "option"}
@@ -123,6 +123,8 @@ def test_stop_ends_the_request_on_the_server(at, server, how):
     else:
         at.page.get_by_role("button", name="New chat").click()
     expect(at.page.get_by_role("button", name="Send")).to_be_enabled()
+    # Else the model may be done before the server sees that nobody listens.
+    wait_until(lambda: server.state.streams.num_open == 0)
     server.runner.permit()
     server.assert_idle()
     assert server.series()["vllm:request_success_total/abort"] == ended + 1
