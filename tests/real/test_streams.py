@@ -40,7 +40,7 @@ def resident_bytes() -> int:
 
 
 def num_objects() -> dict[str, int]:
-    """Return how much of a request's is alive."""
+    """Return how much of a request's is alive in this process."""
     gc.collect()
     kinds = [type(x) for x in gc.get_objects()]
     return {
@@ -92,6 +92,8 @@ def test_a_hundred_streams_closed_midway_leave_nothing(real: RealModel) -> None:
 
     # Programs that are still compiled in the background would be seen as growth.
     real.runner.finish_warmup()
+    # Tests before this one may have left some, in a fixture or in the record of a failure.
+    before = num_objects()
     with real.engine() as inner:
         engine = AsyncEngine(real.loaded(inner))
         try:
@@ -105,6 +107,7 @@ def test_a_hundred_streams_closed_midway_leave_nothing(real: RealModel) -> None:
         finally:
             engine.shutdown()
     assert objects[WARM_ROUNDS:] == [objects[WARM_ROUNDS]] * ROUNDS
-    assert objects[-1]["requests"] == objects[-1]["generations"] == 0
+    for kind in ("requests", "generations"):
+        assert objects[-1][kind] <= before[kind], kind
     growth = np.diff(sizes[WARM_ROUNDS - 1 :])
     assert np.median(growth) <= MAX_MEDIAN_GROWTH_BYTES, growth.tolist()
