@@ -5,4 +5,4 @@ import sys
 from jaxinfer.cli import app
 
 if __name__ == "__main__":
-    app(["serve", *sys.argv[1:]])
+    app(["serve", *sys.argv[1:]], prog_name="jaxinfer")

@@ -96,9 +96,13 @@ class Programs:
             self._queue = [key for key in order if key not in self._compiled]
             self._num_threads = min(8, os.cpu_count() or 1)
             for i in range(self._num_threads):
-                # Not daemons: one that is inside XLA when Python ends crashes the process.
+                # Not daemons, whoever starts them: one that is inside XLA when Python ends crashes
+                # the process.
                 threading.Thread(
-                    target=self._work, args=(set(first), i == 0), name=f"jaxinfer-compile-{i}"
+                    target=self._work,
+                    args=(set(first), i == 0),
+                    name=f"jaxinfer-compile-{i}",
+                    daemon=False,
                 ).start()
 
     def wait(

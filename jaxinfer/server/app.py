@@ -20,6 +20,7 @@ from jaxinfer.server import playground
 from jaxinfer.server.body import parse_json_object, read_json
 from jaxinfer.server.body_fields import RequestBody
 from jaxinfer.server.call import Call, choose_request_id
+from jaxinfer.server.client_words import renamed
 from jaxinfer.server.docs_page import page
 from jaxinfer.server.endpoints import ENDPOINTS, Endpoint
 from jaxinfer.server.envelope import in_envelope
@@ -97,7 +98,7 @@ async def _answer(state: ServerState, call: type[Call], request: Request) -> Res
     try:
         return await asked.respond()
     except InvalidRequestError as error:
-        raise _in_the_clients_words(error, spelled) from None
+        raise renamed(error, spelled) from None
 
 
 def _parse(
@@ -109,19 +110,7 @@ def _parse(
     try:
         return fields, schema.model_validate(translated), spelled
     except ValidationError as error:
-        raise _in_the_clients_words(invalid_request(error), spelled) from None
-
-
-def _in_the_clients_words(
-    error: InvalidRequestError, spelled: dict[str, str]
-) -> InvalidRequestError:
-    """Return the error with the field's name as the client spelled it."""
-    name = error.param or ""
-    if name not in spelled:
-        return error
-    renamed = type(error)(str(error).replace(name, spelled[name]), spelled[name])
-    renamed.__cause__ = error
-    return renamed
+        raise renamed(invalid_request(error), spelled) from None
 
 
 def _methods_and_paths(routes: list[Route]) -> list[tuple[str, str]]:

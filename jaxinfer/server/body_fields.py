@@ -42,6 +42,7 @@ _RESERVED_KWARGS = frozenset(
         "continue_final_message",
         "chat_template",
         "self",
+        "add_special_tokens",
         "truncation",
         "max_chars",
     }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import re
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from jaxinfer.errors import InvalidRequestError
+
+# Also words of their own ("the prompt has 9 tokens"): names of fields only where a message begins.
+_ALSO_WORDS = frozenset({"prompt", "stop", "messages"})
 
 
 @contextmanager
@@ -18,11 +22,18 @@ def client_words(**names: str) -> Generator[None]:
     try:
         yield
     except InvalidRequestError as error:
-        param = error.param or ""
-        if param not in names:
+        if error.param not in names:
             raise
-        message = str(error)
-        # "max_tokens" in a message is the field; "prompt" may be the thing itself.
-        if "_" in param or message.startswith(f"{param} "):
-            message = message.replace(param, names[param])
-        raise InvalidRequestError(message, names[param]) from error
+        raise renamed(error, names) from error
+
+
+def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    """Return the error, its field under the name that `names` has for it, if it has one."""
+    ours = error.param or ""
+    if ours not in names:
+        return error
+    start = "^" if ours in _ALSO_WORDS else r"(?<!\w)"
+    message = re.sub(rf"{start}{re.escape(ours)}(?!\w)", names[ours], str(error))
+    result = type(error)(message, names[ours])
+    result.__cause__ = error
+    return result

@@ -159,7 +159,9 @@ def error_reply(exc: BaseException) -> ErrorReply:
         case HTTPException():
             headers = exc.headers or {}
             return ErrorReply(status=exc.status_code, message=exc.detail, headers=headers)
-    return ErrorReply(status=500, message="Internal server error")
+    # The connection ends behind it: the client must not send its next request there.
+    headers = {"Connection": "close"}
+    return ErrorReply(status=500, message="Internal server error", headers=headers)
 
 
 async def handle_error(request: Request, exc: Exception) -> Response:

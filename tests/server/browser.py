@@ -41,10 +41,15 @@ def chromium() -> Iterator[Browser]:
 
 
 class SteppedRunner(RecitingRunner):
-    """Takes a step only if it is permitted; the likelihood of a token depends on which it is."""
+    """Takes a step only if it is permitted; the likelihood of a token depends on which it is.
+
+    Attributes:
+        num_steps: Taken so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.num_steps = 0
         self._permits = threading.Semaphore(PLENTY)
 
     def hold(self) -> None:
@@ -56,7 +61,9 @@ class SteppedRunner(RecitingRunner):
         self._permits.release(num_steps)
 
     def forward(self, plan: StepPlan) -> StepPlan:
-        self._permits.acquire(timeout=TIMEOUT_S)
+        permitted = self._permits.acquire(timeout=TIMEOUT_S)
+        assert permitted, "the test has forgotten to permit a step"
+        self.num_steps += 1
         return super().forward(plan)
 
     def sample(self, plan: StepPlan, hidden: StepPlan) -> StepResult:

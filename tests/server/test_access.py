@@ -207,6 +207,7 @@ def test_a_full_queue_is_503_with_retry_after(own_server):
     wait_until(lambda: own_server.engine.stats.num_requests_waiting == 1)
     response = own_server.post("/v1/completions", body)
     assert response.status_code == 503 and response.headers["Retry-After"]
+    own_server.runner.step_s = 0.0
     for thread in threads:
         thread.join(TIMEOUT_S)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import socket
 
 import openai
 import pytest
 
+from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.chat_template import ChatTemplate
+from jaxinfer.input_processor import InputProcessor
+from jaxinfer.server.call import Call
 from jaxinfer.server.options import ServerOptions
+from jaxinfer.tokenizer import Tokenizer
 from tests.server.fakes import NAME, POISON
 from tests.server.serving import TIMEOUT_S, running_server
 
@@ -241,6 +247,70 @@ def test_bad_chat_is_a_400_that_names_the_field(server, case):
     response = server.post(CHAT, {"model": NAME, "messages": MESSAGES, **added})
     assert_error(response, 400, param)
     server.assert_works()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETIONS, {"prompt": "Hi", "n_cmpl": 0}, "n_cmpl must be in [1, 128], got 0"),
+        (
+            COMPLETIONS,
+            {"prompt": ["a"] * 1000, "n_cmpl": 9},
+            "n_cmpl: at most 8192 choices a request, got 9000 for 1000 prompts; send fewer prompts "
+            "at once or lower n_cmpl",
+        ),
+        (COMPLETIONS, {"prompt": "Hi", "n_probs": 99}, "n_probs must be in [0, 20], got 99"),
+        (
+            "/v1/embeddings",
+            {"input": [[999]]},
+            "input: token id 999 at position 0 is outside the vocabulary of 260",
+        ),
+        (
+            "/v1/messages",
+            {"messages": MESSAGES, "max_tokens": 5, "stop_sequences": [""]},
+            "stop_sequences must hold non-empty strings, got ''",
+        ),
+        (
+            "/v1/responses",
+            {"input": "Hi", "max_output_tokens": 600},
+            "This model's maximum context length is 512 tokens. However, you requested 620 tokens "
+            "(20 in the prompt, 600 in the output). Shorten the prompt or lower max_output_tokens "
+            "to 492.",
+        ),
+    ],
+)
+def test_a_message_names_the_clients_field_and_leaves_other_words_alone(
+    server, path, body, message
+):
+    response = server.post(path, body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == message
+
+
+ON_THE_WAY_OF_A_CHAT = (
+    Call.encode_chat,
+    AsyncEngine.chat_prompt,
+    InputProcessor.chat_prompt,
+    InputProcessor.encode,
+    Tokenizer.render_chat,
+    ChatTemplate.render,
+)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/tokenize"])
+def test_template_variables_cannot_stand_for_arguments_of_the_rendering(server, path):
+    body = {"/v1/responses": {"input": "Hi"}, "/v1/messages": {"max_tokens": 5}}.get(path, {})
+    names = {n for f in ON_THE_WAY_OF_A_CHAT for n in inspect.signature(f).parameters}
+    variadic = {"template", "kwargs"}
+    positional = {"text"}  # each caller gives it by its place, beside no variables
+    for name in sorted(names):
+        variables = {"chat_template_kwargs": {name: True}}
+        response = server.post(path, {"messages": MESSAGES, **body, **variables})
+        if name in variadic | positional:
+            assert response.status_code == 200, (name, response.text)
+        else:
+            assert response.status_code == 400, (name, response.text)
+            assert "chat_template_kwargs" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -183,3 +183,14 @@ programs.wait([0])
     )
     assert 1 <= done.stdout.count("compiled") < 30
     assert not done.stderr
+
+
+def test_who_starts_the_threads_does_not_make_them_daemons(workshops):
+    """A server loads in a daemon thread; what it starts is waited for at the end all the same."""
+    workshop = Workshop("ab")
+    workshops.append(workshop)
+    loader = threading.Thread(target=workshop.programs.start, args=("a",), daemon=True)
+    loader.start()
+    loader.join(TIMEOUT_S)
+    compiling = [t for t in threading.enumerate() if t.name.startswith("jaxinfer-compile")]
+    assert compiling and not any(thread.daemon for thread in compiling)
