@@ -54,7 +54,7 @@ gpu-compiler: $(COMPILER_STAMP) ## Install the compiler that needs no GPU (250 M
 gpu-table: $(COMPILER_STAMP) ## Compile every kernel for every chip and write the table of the docs
 	$(PYTHON) -m pallas_kernels.aot --processes 2 --write docs/reference/gpu-kernels.md
 
-newest-jax: ## Compile the kernels with the newest JAX on PyPI, in a throw-away environment
+newest-jax: $(STAMP) ## Compile the kernels with the newest JAX on PyPI, if that is not the one installed
 	@.ci/newest-jax $(ARGS)
 
 fuzz: $(STAMP) ## Fuzz the HTTP server over its own OpenAPI document for ten minutes
@@ -83,7 +83,7 @@ docs: $(STAMP) ## Build the documentation into site/; any warning is an error
 
 # Fast failures first: the tests take longest, so they come last.
 ci: $(STAMP) ## Everything that has to pass before a change goes in
-	@times=; for step in lint types docs sanitize test; do \
+	@times=; for step in lint types docs sanitize newest-jax test; do \
 		echo "--- $$step"; \
 		start=$$(date +%s); \
 		$(MAKE) --no-print-directory $$step && failed= || failed=yes; \

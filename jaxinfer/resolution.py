@@ -17,7 +17,7 @@ from jaxinfer.models import ModelConfig
 from jaxinfer.page_groups import most_window_pages
 from jaxinfer.step_programs import RunnerConfig, cache_shape
 from pallas_kernels import has_scales
-from pallas_kernels.capability import Problem, choose, current_device
+from pallas_kernels.capability import Problem, choose, current_device, most_elements
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,11 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         windows = model_config.windows_within(wanted)
         shape = cache_shape(model_config, windows, config.page_size, page_dtype(kv_cache_dtype))
         page_bytes = [shape.page_bytes(group) for group in range(1 + len(windows))]
-        num_pages, num_window_pages = _page_counts(config, windows, pages_each, page_bytes)
+        attention = _attention(config, dtype, shape)
+        num_pages, num_window_pages = (
+            _within_reach(count, config, attention, shape)
+            for count in _page_counts(config, windows, pages_each, page_bytes)
+        )
         if num_pages >= pages_each:
             break
         room = num_pages * config.page_size
@@ -63,7 +67,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         )
         # Again, for a shorter sequence some windows may hide nothing.
         wanted = room
-    _check_attention(config, dtype, shape)
+    logger.info("attention: %s", attention)
     resolved = dataclasses.replace(
         config,
         dtype=dtype,
@@ -100,8 +104,8 @@ def _check_page_dtype(kv_cache_dtype: str, model_config: ModelConfig) -> None:
         )
 
 
-def _check_attention(config: EngineConfig, dtype: str, shape: CacheShape) -> None:
-    """Refuse an attention implementation that this device or model cannot have, before loading."""
+def _attention(config: EngineConfig, dtype: str, shape: CacheShape) -> str:
+    """Return who computes attention; refuse what this device or model cannot have."""
     problem = Problem(
         dtype=dtype,
         kv_dtype=shape.dtype,
@@ -109,10 +113,30 @@ def _check_attention(config: EngineConfig, dtype: str, shape: CacheShape) -> Non
         page_size=config.page_size,
     )
     try:
-        chosen = choose(config.attention_impl, current_device(), problem)
+        return choose(config.attention_impl, current_device(), problem)
     except NotImplementedError as error:
         raise ConfigError(f"attention_impl: {error}") from error
-    logger.info("attention: %s", chosen)
+
+
+def _within_reach(num_pages: int, config: EngineConfig, attention: str, shape: CacheShape) -> int:
+    """Lower a number of pages to what the kernels can address, if nobody asked for it.
+
+    Raises:
+        ConfigError: Somebody did.
+    """
+    heads = -(-shape.num_kv_heads // config.tensor_parallel_size)
+    page = heads * shape.page_size * shape.head_dim
+    most = most_elements(num_pages * page, shape.dtype) // page
+    if attention == "xla" or most == num_pages:
+        return num_pages
+    if num_pages in (config.num_pages, config.num_window_pages):
+        raise ConfigError(
+            f"{num_pages} pages of {jnp.dtype(shape.dtype).name} have 2 to 4 GiB a layer, which "
+            f"the GPU kernels cannot address; take at most {most} or at least {2**32 // page + 1} "
+            'pages, kv_cache_dtype="bfloat16", or attention_impl="xla"'
+        )
+    logger.warning("%d pages instead of %d: the GPU kernels address no more", most, num_pages)
+    return most
 
 
 def _kernels(config: EngineConfig, platform: str, *, same_dtype: bool) -> str:

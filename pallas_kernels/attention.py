@@ -44,9 +44,11 @@ def paged_attention(
             float8_e4m3fn with scales.
         v_pages: Values by page.
         batch: Which tokens and pages belong together.
-        scale: Multiplies the scores; positive.
+        scale: Multiplies the scores; positive. Scores are finite up to 1e9: beyond, a GPU's fused
+            multiply-add overflows.
         sliding_window: Keys visible to a token, itself included; None for all.
-        logit_softcap: Scores become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118).
+        logit_softcap: Scores become `cap * tanh(score / cap)` (Gemma 2, arXiv:2408.00118), to
+            within 1e-7 of the cap: caps of thousands cost digits.
         sinks: Per head, a score that takes part in the softmax with a value of zero (GPT-OSS,
             arXiv:2309.17453).
         k_scales: float32; each key is the stored one times its scale.

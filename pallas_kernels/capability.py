@@ -142,6 +142,16 @@ def choose(impl: str, device: Device, problem: Problem) -> str:
     )
 
 
+def most_elements(num_elements: int, dtype: Any) -> int:
+    """Return how many elements of an array the portable GPU kernels reach: all, or the first 2**31.
+
+    Their offsets count elements. They have 32 bits, sign included, unless the array has more than
+    2**32 bytes: of one-byte numbers those behind 2 GiB are out of reach until there are 4 GiB.
+    """
+    has_long_offsets = num_elements * jnp.dtype(dtype).itemsize > 2**32
+    return num_elements if has_long_offsets else min(num_elements, 2**31)
+
+
 def _why_not_triton(device: Device, problem: Problem) -> str | None:
     """Say why the portable kernels cannot do this on this device; None if they can."""
     if device.generation is None:

@@ -72,8 +72,19 @@ def quantize(x: Float[Array, "*tokens H"], dtype: Any) -> tuple[Array, Array]:
     return values.astype(dtype), magnitude * (1.0 / largest)
 
 
+def value_dtype(query_dtype: Any, page_dtype: Any) -> Any:
+    """Return what weights and values are multiplied in: as `product_dtype`, but with range.
+
+    Weights of one-byte values carry the values' scales, which float16 rounds off below 6e-5. That
+    bfloat16 has fewer digits matters less than that one byte has.
+    """
+    dtype = product_dtype(query_dtype, page_dtype)
+    is_scaled = jnp.dtype(page_dtype).itemsize == 1
+    return jnp.dtype(jnp.bfloat16) if is_scaled and dtype == jnp.float16 else dtype
+
+
 def product_dtype(query_dtype: Any, page_dtype: Any) -> Any:
-    """Return what queries, keys and values are multiplied in; 1-byte pages become queries'."""
+    """Return what queries and keys are multiplied in; 1-byte pages become queries'."""
     query_dtype, page_dtype = jnp.dtype(query_dtype), jnp.dtype(page_dtype)
     if page_dtype.itemsize == 1 or page_dtype == query_dtype:
         return query_dtype

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.kv_pages import product_dtype
+from pallas_kernels.kv_pages import product_dtype, value_dtype
 from pallas_kernels.ragged_batch import RaggedBatch, tile_starts
 from pallas_kernels.shapes import Array, Bool, Float, Int
 
@@ -145,8 +145,7 @@ def _attend_block(
     # The last block may reach over the table's end; the pages read there are masked.
     page_table = jnp.pad(page_table, ((0, 0), (0, -P % pages_per_block)))
     queries = jnp.moveaxis(q, 1, 3).reshape(R, K, G * Q, H)
-    queries = queries * jnp.asarray(scale, queries.dtype)
-    dtype = product_dtype(q.dtype, k_pages.dtype)
+    dtype, v_dtype = (f(q.dtype, k_pages.dtype) for f in (product_dtype, value_dtype))
     queries = queries.astype(dtype)
     query_positions = jnp.tile(positions, (1, G))  # [R, G * Q]
     first, end = _key_blocks(positions, block_k, sliding_window)
@@ -155,10 +154,12 @@ def _attend_block(
         out, row_max, row_sum = carry
         pages = lax.dynamic_slice_in_dim(page_table, block * pages_per_block, pages_per_block, 1)
         k = _gather(k_pages, pages).astype(dtype)  # [R, K, block_k, H]
-        v = _gather(v_pages, pages).astype(dtype)
+        v = _gather(v_pages, pages).astype(v_dtype)
         key_positions = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
         visible = _visible(query_positions, key_positions, sliding_window)[:, None]
         scores = jnp.einsum("RKMH,RKSH->RKMS", queries, k, preferred_element_type=jnp.float32)
+        # Not of the queries: bfloat16 would round them, and the scale itself, by up to 0.4 %.
+        scores *= scale
         if k_scales is not None:
             scores *= _gather(k_scales[..., None], pages)[:, :, None, :, 0]
         if logit_softcap is not None:
@@ -171,13 +172,13 @@ def _attend_block(
         rescale = jnp.exp(row_max - shift)
         # A page's unused slots may hold anything, NaN included, and 0 * NaN is NaN.
         seen = visible.any(2)[..., None]
-        v = jnp.where(seen, v, jnp.zeros((), dtype))
+        v = jnp.where(seen, v, jnp.zeros((), v_dtype))
         new_sum = row_sum * rescale + weights.sum(-1)
         if v_scales is not None:
             scales = jnp.where(seen, _gather(v_scales[..., None], pages), 0.0)
             weights *= jnp.swapaxes(scales, 2, 3)
         product = jnp.einsum(
-            "RKMS,RKSH->RKMH", weights.astype(dtype), v, preferred_element_type=jnp.float32
+            "RKMS,RKSH->RKMH", weights.astype(v_dtype), v, preferred_element_type=jnp.float32
         )
         return out * rescale[..., None] + product, new_max, new_sum
 

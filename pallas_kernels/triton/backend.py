@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.capability import most_elements
 from pallas_kernels.shapes import Array
 
 
@@ -104,16 +105,13 @@ def _instruction(name: str, x: Array) -> Array:
 
 
 def check_offsets(*arrays: Array) -> None:
-    """Refuse arrays that the lowering would address wrongly.
-
-    Offsets count elements. They have 32 bits, sign included, unless an array has more than 2**32
-    bytes: with more than 2**31 elements of one byte they overflow.
+    """Refuse arrays that the lowering would address wrongly; see `most_elements`.
 
     Raises:
         NotImplementedError: Says which array.
     """
     for array in arrays:
-        if array.size > 2**31 and array.size * array.dtype.itemsize <= 2**32:
+        if most_elements(array.size, array.dtype) < array.size:
             raise NotImplementedError(
                 f"an array {array.dtype.name}{list(array.shape)} of 2 to 4 GiB cannot be addressed "
                 "by the portable GPU kernels; take fewer pages, or more than 4 GiB of them a layer"

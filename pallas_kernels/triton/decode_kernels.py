@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kv_pages import product_dtype
+from pallas_kernels.kv_pages import product_dtype, value_dtype
 from pallas_kernels.shapes import Array
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.backend import load, store
@@ -172,7 +172,7 @@ def _attend(
     """
     d = iota(shape.padded_dim)
     in_head = (d < shape.head_dim)[None, :]
-    dtype = product_dtype(q_ref.dtype, k_ref.dtype)
+    dtype, v_dtype = (f(q_ref.dtype, k_ref.dtype) for f in (product_dtype, value_dtype))
     q = load(
         q_ref,
         ((row.first_token + tile.tokens)[:, None], tile.heads[:, None], d[None, :]),
@@ -206,8 +206,8 @@ def _attend(
         new_sum = old_sum * rescale + weights.sum(1)
         if v_scales_ref is not None:
             weights *= load(v_scales_ref, (pages, head, slots), mask=seen)[None, :]
-        v = load(v_ref, block_index, mask=in_block).astype(dtype)
-        product = backend.dot(weights.astype(dtype), v, interpret=shape.interpret)
+        v = load(v_ref, block_index, mask=in_block).astype(v_dtype)
+        product = backend.dot(weights.astype(v_dtype), v, interpret=shape.interpret)
         return acc * rescale[:, None] + product, new_max, new_sum
 
     state = (
@@ -226,4 +226,5 @@ def _final_scale(row_max: Array, row_sum: Array, sink: Array | None) -> Array:
     sink = sink.astype(jnp.float32) * LOG2E
     new_max = jnp.maximum(row_max, sink)
     rescale = jnp.exp2(row_max - new_max)
-    return rescale / (row_sum * rescale + jnp.exp2(sink - new_max))
+    row_sum = row_sum * rescale + jnp.exp2(sink - new_max)
+    return rescale / jnp.where(row_sum > 0, row_sum, 1.0)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.kv_pages import product_dtype
+from pallas_kernels.kv_pages import product_dtype, value_dtype
 from pallas_kernels.ragged_batch import RaggedBatch, tile_starts
 from pallas_kernels.shapes import Array, Float, Int
 from pallas_kernels.tiles import PrefillTiles
@@ -34,9 +34,11 @@ from pallas_kernels.triton import backend
 LOG2E = 1.4426950408889634
 """The softmax is taken to base 2: that is the exponential which the hardware has."""
 
-UNSEEN = -1e30
+UNSEEN = -(2.0**100)
 """Score of a key that is not visible. Finite, so that the difference of two is no NaN; what rows
-without a visible key gather is scaled to zero by their first visible one."""
+without a visible key gather is scaled to zero by their first visible one. A power of two, so that
+its product with a factor is exact: GPUs fuse that with the subtraction of the maximum, and of
+-1e30 * 0.18 there remained up to 1e22, whose exponential is infinite."""
 
 NUM_MULTIPROCESSORS = 148
 """Of the largest GPU, a B200."""
@@ -63,7 +65,8 @@ class _Shape:
         scale: Multiplies the scores.
         sliding_window: Keys visible to a token; None for all.
         logit_softcap: Bound of the scores.
-        product_dtype: What queries, keys, weights and values are multiplied in.
+        product_dtype: What queries and keys are multiplied in.
+        value_dtype: What weights and values are multiplied in.
         tiles: Sizes.
         interpret: See `backend.dot`.
     """
@@ -78,6 +81,7 @@ class _Shape:
     sliding_window: int | None
     logit_softcap: float | None
     product_dtype: Any
+    value_dtype: Any
     tiles: PrefillTiles
     interpret: bool
 
@@ -183,6 +187,7 @@ def paged_prefill(
         sliding_window=sliding_window,
         logit_softcap=logit_softcap,
         product_dtype=product_dtype(q.dtype, k_pages.dtype),
+        value_dtype=value_dtype(q.dtype, v_pages.dtype),
         tiles=tiles,
         interpret=interpret,
     )
@@ -360,12 +365,12 @@ def _attend_block(
     row_sum = old_sum * rescale + weights.sum(1)
     if v_scales_ref is not None:
         weights *= backend.load(v_scales_ref, (page, kv_head, slot), mask=seen)[None, :]
-    weights = weights.astype(shape.product_dtype)
+    weights = weights.astype(shape.value_dtype)
     new = []
     for part, acc in zip(shape.parts, accs, strict=True):
         index = (page[:, None], kv_head, slot[:, None], _columns(part))
         v = backend.load(v_ref, index, mask=_mask(seen, part, shape))
-        product = backend.dot(weights, v.astype(shape.product_dtype), interpret=shape.interpret)
+        product = backend.dot(weights, v.astype(shape.value_dtype), interpret=shape.interpret)
         new.append(acc * rescale[:, None] + product)
     return tuple(new), row_max, row_sum
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxinfer import resolution
 from jaxinfer.config import ATTENTION_IMPLS, EngineConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.resolution import resolve
@@ -112,6 +113,34 @@ def test_an_engine_on_a_cpu_refuses_kernels_in_one_sentence() -> None:
     config = EngineConfig(attention_impl="pallas", num_pages=64, max_model_len=64)
     with pytest.raises(ConfigError, match="'pallas' needs an NVIDIA GPU .* 'cpu'; use 'xla'"):
         resolve(config, model_config)
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 3])
+def test_pages_out_of_the_kernels_reach_are_refused_or_left_out(
+    monkeypatch: pytest.MonkeyPatch, tensor_parallel_size: int
+) -> None:
+    """One-byte pages of 2 to 4 GiB a layer and device, before anything is loaded or traced."""
+    monkeypatch.setattr(resolution, "current_device", lambda: H100)
+    _, model_config, _, _ = loaded("smollm2")
+    heads = model_config.num_key_value_heads // tensor_parallel_size
+    most = 2**31 // (heads * 16 * model_config.head_dim)
+    config = EngineConfig(
+        kv_cache_dtype="int8",
+        num_pages=most,
+        max_num_seqs=10**6,
+        max_num_batched_tokens=10**6,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+    more = dataclasses.replace(config, num_pages=most + most // 9)
+    # Keys and values of two layers, and their scales.
+    automatic = dataclasses.replace(config, num_pages=None, kv_cache_memory_bytes=4 * 3 * 2**30)
+    assert resolve(config, model_config).num_pages == most
+    assert resolve(automatic, model_config).num_pages == most
+    with pytest.raises(ConfigError, match=f"cannot address; take at most {most} or at least"):
+        resolve(more, model_config)
+    for change in ({"attention_impl": "xla"}, {"kv_cache_dtype": "bfloat16"}):
+        other = dataclasses.replace(more, **change)
+        assert resolve(other, model_config).num_pages == more.num_pages
 
 
 def test_an_unknown_implementation_is_refused_with_the_known_ones() -> None:

@@ -150,6 +150,13 @@ def test_keys_that_nobody_sees_are_not_visited(
     assert 2 * min(most, window or most) <= visited <= 2 * most
 
 
+@given(factor=st.floats(2.0**-12, 64.0, width=32))
+def test_a_hidden_score_times_any_scale_is_exact(factor: float) -> None:
+    """GPUs fuse product and subtraction: rounding alone would leave 2**73, and exp2 of that."""
+    product = np.float32(prefill.UNSEEN) * np.float32(factor)
+    assert float(product) == float(np.float32(prefill.UNSEEN)) * factor
+
+
 def test_scales_must_be_positive() -> None:
     step = make_step(Case(CHUNKS))
     step.keywords["scale"] = -1.0
