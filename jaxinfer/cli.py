@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from jaxinfer.cli_bench import bench
+from jaxinfer.cli_eval import evaluate
 from jaxinfer.cli_options import engine_options, environment_variable, record_options
 from jaxinfer.config import EngineConfig
 from jaxinfer.config_file import ConfigFile
@@ -69,6 +71,8 @@ app = typer.Typer(
     # Plain help: rich's tables cut long flags ("--max-num-batched-t…") and take twice the time.
     rich_markup_mode=None,
 )
+app.add_typer(bench, name="bench")
+app.command("eval")(evaluate)
 
 
 def _examples(*lines: str) -> str:
