@@ -29,8 +29,9 @@ from jaxinfer.input_processor import (
 from jaxinfer.metrics import EngineStats
 from jaxinfer.output_processor import OutputProcessor
 from jaxinfer.outputs import RequestOutput
-from jaxinfer.request import FinishReason
+from jaxinfer.request import FinishReason, Pooling
 from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.scoring import Scoring
 from jaxinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 type Message = Mapping[str, Any]
 
 
-class LLM:
+class LLM(Scoring):
     """A model in this process. Calls from several threads wait for each other.
 
     Args:
@@ -186,6 +187,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         where: str,
         use_tqdm: bool | Literal["always"],
+        pooling: Pooling | None = None,
     ) -> list[RequestOutput]:
         with self._lock:
             if self._unusable:
@@ -194,7 +196,8 @@ class LLM:
             requests = []
             for i, prompt in enumerate(prompts):
                 with _naming(where, i):
-                    requests.append(self._inputs.prepare(str(next(self._names)), prompt, params[i]))
+                    name = str(next(self._names))
+                    requests.append(self._inputs.prepare(name, prompt, params[i], pooling=pooling))
             generations = [Generation(r, self.tokenizer, final_only=True) for r in requests]
             bar = _ProgressBar if _shows_progress(use_tqdm, len(prompts)) else _NoProgressBar
             try:
@@ -204,6 +207,21 @@ class LLM:
                 self._abort(generations)
                 raise
             return [_result(generation) for generation in generations]
+
+    def _outputs_of(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        use_tqdm: bool | Literal["always"],
+        pooling: Pooling | None = None,
+    ) -> tuple[bool, list[RequestOutput]]:
+        single = _is_single(prompts)
+        batch = cast("Sequence[Prompt]", [prompts] if single else list(prompts))
+        return single, self._run(batch, params, "" if single else "prompts", use_tqdm, pooling)
+
+    @property
+    def _max_scored_tokens(self) -> int:
+        return (self.config.max_model_len or 0) - 1
 
     def _params_for(
         self,

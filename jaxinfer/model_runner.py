@@ -343,7 +343,8 @@ class ModelRunner:
                 T = hidden.tokens.shape[0]
                 # The state at position p tells about the token at p + 1.
                 end = min(row.end, request.num_prompt_tokens - 1)
-                for start in range(row.start, end, SCORED_TOKENS):
+                begin = max(row.start, request.first_scored - 1)
+                for start in range(begin, end, SCORED_TOKENS):
                     n = min(SCORED_TOKENS, end - start)
                     indices, targets = np.zeros((2, SCORED_TOKENS), np.int32)
                     indices[:n] = first + (start - row.start) + np.arange(n)

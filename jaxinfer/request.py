@@ -76,7 +76,8 @@ class Request:
         window_pages: The same for each group of layers with a window, if the model has any.
         page_hashes: Chained hashes of the full pages known so far.
         num_hashed_pages: Leading pages whose hashes the page pool has been told.
-        prompt_logprobs: Entries so far, by position; the first is None. Emptied on delivery.
+        prompt_logprobs: Entries so far, by position; None before `first_scored`. Emptied on
+            delivery.
         pooled: float32 [D], the sum of the hidden states pooled so far; None before the first.
         finish_reason: Why it ended, if it has.
     """
@@ -111,6 +112,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.prompt_logprobs = [None] * self.first_scored
         self._needs_host = (
             self.params.needs_host_tokens
             or bool(self.params.logprob_token_ids)
@@ -123,6 +125,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def first_scored(self) -> int:
+        """First position of the prompt that has a log-probability, if those are asked for."""
+        return min(max(self.params.prompt_logprobs_start, 1), self.num_prompt_tokens)
 
     @property
     def num_tokens(self) -> int:

@@ -48,6 +48,8 @@ class SamplingParams:
         logprobs: Log-probabilities of the sampled token and of this many likeliest; None for
             none. They are of the raw distribution: before bias, penalties and temperature.
         prompt_logprobs: The same for prompt tokens.
+        prompt_logprobs_start: First position of the prompt that `prompt_logprobs` is about; what
+            stands before it may come from the prefix cache.
         logprob_token_ids: Besides, the log-probabilities of these tokens at each position.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string that ended the text.
@@ -77,6 +79,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     logprob_token_ids: Sequence[int] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -166,6 +169,7 @@ _COUNTS = {
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, 2**31 - 1),
     "prompt_logprobs": (0, 2**31 - 1),
+    "prompt_logprobs_start": (0, 2**31 - 1),
 }
 _OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
 

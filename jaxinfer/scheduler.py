@@ -172,7 +172,8 @@ class Scheduler:
             if row.is_current and row.request.first_token_time is None:
                 entries = result.prompt_logprobs.get(row.request.request_id, ())
                 # By position: a chunk that was computed again replaces its entries.
-                row.request.prompt_logprobs[row.start + 1 :] = entries
+                first = max(row.start + 1, row.request.first_scored)
+                row.request.prompt_logprobs[first:] = entries
         for row in plan.rows if result.pooled else ():
             part = result.pooled.get(row.request.request_id)
             if part is not None and row.is_current:
@@ -296,12 +297,16 @@ class Scheduler:
     def _lookup_hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of the pages that need not be computed if somebody else did."""
         pool = self.page_pool
-        if not pool.enable_prefix_caching or request.params.prompt_logprobs is not None:
-            return []  # logprobs of the prompt need the logits of all its tokens
+        if not pool.enable_prefix_caching:
+            return []
         if request.pooling is Pooling.MEAN:
             return []  # the pages hold keys and values, not the hidden states to be averaged
-        # Even if all is found, the last token has to be computed, for the logits it yields.
-        return self._hash_pages(request, (request.num_tokens - 1) // pool.page_size)
+        # Even if all is found, the last token has to be computed, for the logits it yields; and
+        # logprobs of the prompt need the logits of each token before those that are scored.
+        num_tokens = request.num_tokens - 1
+        if request.params.prompt_logprobs is not None:
+            num_tokens = min(num_tokens, request.first_scored - 1)
+        return self._hash_pages(request, num_tokens // pool.page_size)
 
     def _share_full_pages(self, request: Request, num_tokens: int) -> None:
         """Let others find the pages filled by the first tokens, all computed and known.
