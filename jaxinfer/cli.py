@@ -82,7 +82,10 @@ def _examples(*lines: str) -> str:
 
 # One person at a terminal: one sequence at a time, and no need for what a server needs.
 _SINGLE_USER: dict[str, Any] = {
-    "leave_out": ("seed", "max_waiting", "served_model_name", "scheduling_policy", "max_logprobs"),
+    "leave_out": (
+        *("seed", "max_waiting", "served_model_name", "scheduling_policy", "max_logprobs"),
+        "data_parallel_size",
+    ),
     "max_num_seqs": 1,
 }
 
@@ -254,7 +257,7 @@ def run_batch(
     def load() -> Any:
         from jaxinfer import loading
 
-        return loading.load(config, progress=True)
+        return loading.load_replicas(config, progress=True)
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:

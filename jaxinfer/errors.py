@@ -8,6 +8,8 @@
     ├── ModelError (ValueError)            checkpoint and model do not fit together; exit code 2
     ├── QueueFullError (RuntimeError)      too many requests wait; HTTP 503 with Retry-After
     └── EngineDeadError (RuntimeError)     an invariant or the device broke; HTTP 503 for good
+        ├── ReplicaDeadError               one of several replicas broke; HTTP 503, others serve on
+        └── HostLostError                  a host that shares the model is gone or hangs
 
 The `checkpoints` package has its own tree under `checkpoints.CheckpointError`, because it knows no
 jaxinfer.
@@ -55,6 +57,14 @@ class QueueFullError(JaxinferError, RuntimeError):
 
 class EngineDeadError(JaxinferError, RuntimeError):
     """The engine has stopped for good; the message tells what broke."""
+
+
+class ReplicaDeadError(EngineDeadError):
+    """The replica that ran a request has stopped for good; another may answer the same request."""
+
+
+class HostLostError(EngineDeadError):
+    """A host that holds a part of the model ended or hangs; all hosts have to be started again."""
 
 
 def quoted(value: object) -> str:

@@ -5,12 +5,13 @@ The only file that knows checkpoints, models, tokenizer and engine at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,12 +20,13 @@ import checkpoints
 from jaxinfer.compilation import use_persistent_cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
+from jaxinfer.errors import ConfigError
 from jaxinfer.memory import default_cache_dir
 from jaxinfer.model_runner import ModelRunner
 from jaxinfer.model_source import ModelSource, load_model
 from jaxinfer.models import ModelConfig, Transformer, family_of
 from jaxinfer.resolution import resolve, runner_config
-from jaxinfer.sharding import check_divisible, make_mesh
+from jaxinfer.sharding import check_divisible, device_groups, make_mesh
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -49,25 +51,56 @@ class LoadedModel:
     generation_config: Mapping[str, Any]
 
 
-def load(config: EngineConfig, progress: bool = True) -> LoadedModel:
+def load_replicas(config: EngineConfig, progress: bool = True) -> list[LoadedModel]:
+    """Load a model `data_parallel_size` times, each on devices of its own.
+
+    Raises:
+        ConfigError, ModelError, CheckpointError: As `load`.
+    """
+    if config.data_parallel_size == 1:
+        return [load(config, progress)]
+    groups = device_groups(config.data_parallel_size, config.tensor_parallel_size)
+    single = replace(config, data_parallel_size=1)
+    loaded: list[LoadedModel] = []
+    try:
+        for devices in groups:
+            # What the first one resolved holds for all: its pages take no room from the others'.
+            settings = loaded[0].config if loaded else single
+            loaded.append(load(settings, progress, devices=devices))
+    except BaseException:
+        for model in loaded:
+            model.engine.close()
+        raise
+    return loaded
+
+
+def load(
+    config: EngineConfig, progress: bool = True, devices: Sequence[jax.Device] | None = None
+) -> LoadedModel:
     """Load a model and return its engine, ready to serve.
 
     Args:
         config: Settings; what they leave open is resolved here, once, and logged.
         progress: Show progress bars on stderr.
+        devices: Where; None for the first ones that there are.
 
     Raises:
         ConfigError: The settings do not go together, or with the model or device.
         ModelError: The checkpoint does not fit a model that is supported.
         CheckpointError: The checkpoint was not found or is damaged.
     """
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size={config.data_parallel_size} needs a face that holds several "
+            "engines: `jaxinfer serve`, `jaxinfer run-batch` or `jaxinfer.replicas.Replicas`"
+        )
     cache_dir = config.compilation_cache_dir
     if cache_dir != "":
         use_persistent_cache(Path(cache_dir) if cache_dir else default_cache_dir())
     source = ModelSource.open(config.model)
     model_config = family_of(source.config).translate(source.config)
     check_divisible(model_config, config.tensor_parallel_size)
-    mesh = make_mesh(config.tensor_parallel_size)
+    mesh = make_mesh(config.tensor_parallel_size, devices)
     config = resolve(config, model_config)
     assert config.max_model_len, "the config is resolved"
     model_config = model_config.for_length(config.max_model_len)

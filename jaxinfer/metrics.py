@@ -7,7 +7,9 @@ command line prints them, and nothing here knows either.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 # vLLM's edges.
@@ -81,6 +83,21 @@ class EngineStats:
         self.num_sampled_rows += num_rows
         self.num_padding_rows += B - num_rows
         self.tokens_per_step[bisect_left(TOKENS_PER_STEP, num_tokens)] += 1
+
+
+def summed(stats: Sequence[EngineStats]) -> EngineStats:
+    """Return the sums over several engines; the usage of the KV cache is their mean."""
+    total = EngineStats()
+    for f in fields(EngineStats):
+        values = [getattr(one, f.name) for one in stats]
+        if f.name == "finished":
+            total.finished = dict(sum(map(Counter, values), Counter()))
+        elif f.name == "tokens_per_step":
+            total.tokens_per_step = [sum(counts) for counts in zip(*values, strict=True)]
+        else:
+            setattr(total, f.name, sum(values))
+    total.kv_cache_usage /= max(len(stats), 1)
+    return total
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -22,13 +22,28 @@ RULES: Mapping[str, str | None] = {
 }
 
 
-def make_mesh(tensor_parallel_size: int = 1) -> Mesh:
-    """Return a mesh with the one axis "tensor" over the first devices.
+def device_groups(num_groups: int, group_size: int) -> list[list[jax.Device]]:
+    """Return this process's devices in groups of neighbours, one for each replica.
 
     Raises:
         ConfigError: There are fewer devices than asked for.
     """
-    devices = jax.devices()
+    devices = jax.local_devices()
+    if num_groups * group_size > len(devices):
+        raise ConfigError(
+            f"data_parallel_size={num_groups} replicas on tensor_parallel_size={group_size} devices"
+            f" each need {num_groups * group_size}; this process sees {len(devices)}"
+        )
+    return [devices[i * group_size : (i + 1) * group_size] for i in range(num_groups)]
+
+
+def make_mesh(tensor_parallel_size: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Return a mesh with the one axis "tensor" over the first devices, of those given if any are.
+
+    Raises:
+        ConfigError: There are fewer devices than asked for.
+    """
+    devices = jax.devices() if devices is None else devices
     if tensor_parallel_size > len(devices):
         raise ConfigError(
             f"tensor_parallel_size={tensor_parallel_size} needs as many devices; "

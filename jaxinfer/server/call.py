@@ -13,8 +13,8 @@ from typing import Any, ClassVar, cast
 from starlette.responses import Response
 from starlette.types import Receive
 
-from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.errors import InvalidRequestError, UnknownModelError
+from jaxinfer.replicas import ServingEngine
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.body_fields import REQUEST_ID, RequestBody
 from jaxinfer.server.metrics import ServerMetrics
@@ -36,7 +36,7 @@ class ServedModel:
     """
 
     name: str
-    engine: AsyncEngine
+    engine: ServingEngine
     generation_config: Mapping[str, Any]
     fingerprint: str
     created: int
@@ -86,7 +86,7 @@ class Call[B: RequestBody]:
         raise NotImplementedError
 
     @property
-    def engine(self) -> AsyncEngine:
+    def engine(self) -> ServingEngine:
         return self.model.engine
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -77,54 +77,72 @@ ENGINE_SERIES = (
 
 
 class EngineCollector(Collector):
-    """Reads `EngineStats` when scraped, so the engine thread counts in plain integers."""
+    """Reads `EngineStats` when scraped, so the engine threads count in plain integers.
 
-    def __init__(self, engine: AsyncEngine, labels: tuple[str, str], prefix: str):
-        self._engine = engine
-        self._labels = labels
+    Args:
+        engines: Each has a line of its own in every series.
+        labels: Of each of them.
+        prefix: In front of vLLM's names.
+    """
+
+    def __init__(
+        self, engines: Sequence[AsyncEngine], labels: Sequence[tuple[str, str]], prefix: str
+    ):
+        self._engines = tuple(zip(engines, labels, strict=True))
         self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats
+        stats = [(labels, engine.stats) for engine, labels in self._engines]
         for series in ENGINE_SERIES:
             family = CounterMetricFamily if series.counter else GaugeMetricFamily
             metric = family(prefixed(series.name, self._prefix), series.doc, labels=LABELS)
-            metric.add_metric(self._labels, getattr(stats, series.field))
+            for labels, one in stats:
+                metric.add_metric(labels, getattr(one, series.field))
             yield metric
-        waiting = (("capacity", stats.num_requests_waiting), ("deferred", 0))
         yield self._split(
             GaugeMetricFamily,
             "vllm:num_requests_waiting_by_reason",
             "Sequences that wait.",
             "reason",
-            waiting,
+            [
+                (labels, (("capacity", one.num_requests_waiting), ("deferred", 0)))
+                for labels, one in stats
+            ],
         )
         # It never sleeps; autoscalers ask all the same.
+        states = (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0))
         yield self._split(
             GaugeMetricFamily,
             "vllm:engine_sleep_state",
             "1 for the state that the engine is in.",
             "sleep_state",
-            (("awake", 1), ("weights_offloaded", 0), ("discard_all", 0)),
+            [(labels, states) for labels, _ in stats],
         )
         yield self._split(
             CounterMetricFamily,
             "vllm:request_success",
             "Sequences that ended.",
             "finished_reason",
-            [(reason.value, stats.finished.get(reason.value, 0)) for reason in FinishReason],
+            [
+                (
+                    labels,
+                    [(reason.value, one.finished.get(reason.value, 0)) for reason in FinishReason],
+                )
+                for labels, one in stats
+            ],
         )
         yield self._tokens_per_step(stats)
         for name, doc, value in (
-            ("jaxinfer_engine_alive", "1 while it serves.", float(self._engine.is_alive)),
+            ("jaxinfer_engine_alive", "1 while it serves.", lambda e: float(e.is_alive)),
             (
                 "jaxinfer_engine_busy_seconds",
                 "Since the last step, while there is work; a stall makes it grow.",
-                self._engine.stalled_s,
+                lambda e: e.stalled_s,
             ),
         ):
             gauge = GaugeMetricFamily(name, doc, labels=LABELS)
-            gauge.add_metric(self._labels, value)
+            for engine, labels in self._engines:
+                gauge.add_metric(labels, value(engine))
             yield gauge
 
     def _split(
@@ -133,23 +151,24 @@ class EngineCollector(Collector):
         name: str,
         doc: str,
         label: str,
-        values: Iterable[tuple[str, float]],
+        values: Iterable[tuple[tuple[str, str], Iterable[tuple[str, float]]]],
     ) -> Metric:
         metric = family(prefixed(name, self._prefix), doc, labels=(*LABELS, label))
-        for value, count in values:
-            metric.add_metric((*self._labels, value), count)
+        for labels, counts in values:
+            for value, count in counts:
+                metric.add_metric((*labels, value), count)
         return metric
 
-    def _tokens_per_step(self, stats: EngineStats) -> Metric:
-        counts = list(accumulate(stats.tokens_per_step))
+    def _tokens_per_step(self, stats: Iterable[tuple[tuple[str, str], EngineStats]]) -> Metric:
         edges = [*map(str, map(float, TOKENS_PER_STEP)), "+Inf"]
         metric = HistogramMetricFamily(
             prefixed("vllm:iteration_tokens_total", self._prefix),
             "Tokens of a step.",
             labels=LABELS,
         )
-        buckets = list(zip(edges, counts, strict=True))
-        metric.add_metric(self._labels, buckets, stats.num_scheduled_tokens)
+        for labels, one in stats:
+            buckets = list(zip(edges, accumulate(one.tokens_per_step), strict=True))
+            metric.add_metric(labels, buckets, one.num_scheduled_tokens)
         return metric
 
 

@@ -21,6 +21,7 @@ from jaxinfer.errors import (
     InvalidRequestError,
     JaxinferError,
     QueueFullError,
+    ReplicaDeadError,
     UnknownModelError,
 )
 
@@ -147,6 +148,9 @@ def error_reply(exc: BaseException) -> ErrorReply:
                 kind="invalid_request_error",
                 code="invalid_api_key",
             )
+        case ReplicaDeadError():
+            message = "The replica that ran this request has stopped; the same request may succeed."
+            return ErrorReply(status=503, message=message, headers=retry)
         case EngineDeadError():
             # Its message tells operators what broke, perhaps with paths; it is in the log.
             message = "The engine has stopped after an internal error; restart the server."

@@ -84,7 +84,7 @@ class Info:
 
     async def health(self, request: Request) -> Response:
         phase = self._state.phase
-        if phase is Phase.OK:
+        if phase in (Phase.OK, Phase.DEGRADED):
             return JSONResponse({"status": phase.value})
         if phase is Phase.DEAD:
             reply = error_reply(EngineDeadError())

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.detokenizer import Detokenizer
 from jaxinfer.outputs import Logprob
+from jaxinfer.replicas import ServingEngine
 from jaxinfer.server.protocol import RequestFields
 from jaxinfer.server.responses import (
     ChatLogprobs,
@@ -158,7 +158,7 @@ class TextOffsets:
 
 
 def choice_formatter(
-    engine: AsyncEngine, body: RequestFields, num_top: int | None
+    engine: ServingEngine, body: RequestFields, num_top: int | None
 ) -> LogprobFormatter:
     """Return the formatter that a request asks for."""
     return LogprobFormatter(

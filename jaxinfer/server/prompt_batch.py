@@ -13,8 +13,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxinfer.replicas import ServingEngine
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.errors import GenerationFailedError
 from jaxinfer.server.responses import PromptProgress, PromptTokensDetails, Timings, Usage
@@ -92,7 +92,7 @@ class PromptBatch:
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        engine: ServingEngine,
         prompts: Sequence[EncodedPrompt],
         params: SamplingParams,
         *,

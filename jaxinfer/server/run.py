@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,6 +34,8 @@ from jaxinfer.server.state import ServerState
 if TYPE_CHECKING:
     from jaxinfer.loading import LoadedModel
 
+type Load = Callable[[EngineConfig], LoadedModel | Sequence[LoadedModel]]
+
 logger = logging.getLogger("jaxinfer.server")
 
 EXIT_LOAD_FAILED = 2
@@ -49,14 +51,14 @@ def serve(
     config: EngineConfig,
     options: ServerOptions | None = None,
     *,
-    load: Callable[[EngineConfig], LoadedModel] | None = None,
+    load: Load | None = None,
 ) -> None:
     """Serve until a signal comes: SIGINT or SIGTERM drains, a second one ends at once.
 
     Args:
         config: What to load.
         options: Settings of the HTTP side.
-        load: Loads the model; None for `jaxinfer.loading.load`.
+        load: Loads the model, once or once a replica; None for `jaxinfer.loading`.
 
     Raises:
         SystemExit: With code 2 if the port cannot be opened or the model cannot be loaded.
@@ -181,7 +183,7 @@ class _Loading(threading.Thread):
 
     def __init__(
         self,
-        load: Callable[[EngineConfig], LoadedModel],
+        load: Load,
         config: EngineConfig,
         state: ServerState,
         server: Server,
@@ -204,9 +206,11 @@ class _Loading(threading.Thread):
         sys.stdout.flush()
 
 
-def _load(config: EngineConfig) -> LoadedModel:
+def _load(config: EngineConfig) -> LoadedModel | Sequence[LoadedModel]:
     from jaxinfer import loading  # checkpoints and models come in here, behind the open port
 
+    if config.data_parallel_size > 1:
+        return loading.load_replicas(config, progress=True)
     return loading.load(config, progress=True)
 
 

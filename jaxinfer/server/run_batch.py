@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ class BatchProgress:
 def run_batch(
     source: Path,
     destination: Path,
-    load: Callable[[], LoadedModel],
+    load: Callable[[], LoadedModel | Sequence[LoadedModel]],
     *,
     options: ServerOptions | None = None,
     concurrency: int | None = None,
@@ -83,10 +83,12 @@ def run_batch(
         if len(output.done) == len(known):
             return progress()
         loaded = load()
+        replicas = loaded if isinstance(loaded, Sequence) else [loaded]
         state = ServerState(options)
-        state.serve(loaded)
+        state.serve(replicas)
         lines = (line for line in read_lines(source, urls) if line.id not in output.done)
-        width = concurrency or LINES_PER_SEQUENCE * loaded.config.max_num_seqs
+        num_seqs = sum(model.config.max_num_seqs for model in replicas)
+        width = concurrency or LINES_PER_SEQUENCE * num_seqs
         work = _run(create_app(state), lines, output, width, lambda: on_progress(progress()))
         try:
             asyncio.run(work)

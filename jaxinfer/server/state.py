@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import hashlib
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from jaxinfer.async_engine import AsyncEngine
+from jaxinfer.replicas import Replicas, ServingEngine
 from jaxinfer.server.call import ServedModel
 from jaxinfer.server.errors import UnavailableError
 from jaxinfer.server.fields import UnknownFieldLog
@@ -29,6 +31,7 @@ class Phase(enum.Enum):
 
     LOADING = "loading"
     OK = "ok"
+    DEGRADED = "degraded"
     STALLED = "stalled"
     DRAINING = "shutting down"
     DEAD = "dead"
@@ -60,7 +63,7 @@ class ServerState:
         self.streams = StreamSlots(self.options.max_concurrent_streams)
         self.deadlines = Deadlines(self.options.request_timeout_s)
         self.tracer = make_tracer(self.options.otlp_traces_endpoint)
-        self._watchdog: Watchdog | None = None
+        self._watchdogs: list[Watchdog] = []
         self._serving: tuple[ServedModel, ServerMetrics] | None = None
         self._draining = False
 
@@ -70,9 +73,14 @@ class ServerState:
             return Phase.DRAINING
         if self._serving is None:
             return Phase.LOADING
-        if not self._serving[0].engine.is_alive:
+        engine = self._serving[0].engine
+        if not engine.is_alive:
             return Phase.DEAD
-        return Phase.STALLED if self.stalled_s else Phase.OK
+        # A dead replica has told its clients; one that hangs has not, and only a restart ends it.
+        if self.stalled_s:
+            return Phase.STALLED
+        whole = isinstance(engine, AsyncEngine) or engine.num_alive == len(engine.engines)
+        return Phase.OK if whole else Phase.DEGRADED
 
     @property
     def draining(self) -> bool:
@@ -81,27 +89,37 @@ class ServerState:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds without progress, if that is longer than it may be; else 0."""
-        return 0.0 if self._watchdog is None else self._watchdog.stalled_s
+        """Seconds without progress of any replica, if that is longer than it may be; else 0."""
+        return max((watchdog.stalled_s for watchdog in self._watchdogs), default=0.0)
 
     @property
-    def engine(self) -> AsyncEngine | None:
+    def engine(self) -> ServingEngine | None:
         """The engine, None while the model loads."""
         return self._serving and self._serving[0].engine
 
-    def serve(self, loaded: LoadedModel) -> None:
-        """Start to answer with this model. Called once, when it is loaded and warm."""
+    def serve(self, loaded: LoadedModel | Sequence[LoadedModel]) -> None:
+        """Start to answer with this model, or its replicas. Called once, when all is warm."""
+        replicas = loaded if isinstance(loaded, Sequence) else [loaded]
+        loaded = replicas[0]
         metrics = ServerMetrics(
             self.registry,
             loaded.name,
             loaded.engine.max_model_len,
             prefix=self.options.metrics_prefix,
+            num_engines=len(replicas),
         )
-        engine = AsyncEngine(loaded, observer=metrics)
-        metrics.watch(engine)
+        engine: ServingEngine
+        if len(replicas) == 1:
+            engine = AsyncEngine(loaded, observer=metrics.observers[0])
+            engines = [engine]
+        else:
+            engine = Replicas(replicas, observers=metrics.observers)
+            engines = list(engine.engines)
+        metrics.watch(engines)
         if self.options.stall_timeout_s is not None:
-            self._watchdog = Watchdog(engine, self.options.stall_timeout_s)
-            self._watchdog.start()
+            self._watchdogs = [Watchdog(one, self.options.stall_timeout_s) for one in engines]
+            for watchdog in self._watchdogs:
+                watchdog.start()
         model = ServedModel(
             name=loaded.name,
             engine=engine,
@@ -117,8 +135,8 @@ class ServerState:
 
     def close(self) -> None:
         """Stop the engine and what watches it. Blocks."""
-        if self._watchdog is not None:
-            self._watchdog.stop()
+        for watchdog in self._watchdogs:
+            watchdog.stop()
         if self.engine is not None:
             self.engine.shutdown()
         self.tracer.close()

@@ -43,6 +43,8 @@ class Watchdog(threading.Thread):
     def stalled_s(self) -> float:
         """Seconds since the last progress if that is a stall, else 0. Right at any time."""
         self._look()
+        if not self._engine.is_alive:
+            return 0.0  # a dead engine has told its clients so
         silent_s = time.monotonic() - self._last_progress
         return silent_s if silent_s > self._timeout_s else 0.0
 
