@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxinfer.async_engine import AsyncEngine
     from jaxinfer.config import EngineConfig
+    from jaxinfer.function import functional
     from jaxinfer.llm import LLM
     from jaxinfer.outputs import CompletionOutput, RequestOutput
     from jaxinfer.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ __all__ = [
     "EngineConfig",
     "RequestOutput",
     "SamplingParams",
+    "functional",
 ]
 
 _HOMES = {
@@ -32,6 +34,7 @@ _HOMES = {
     "EngineConfig": "jaxinfer.config",
     "RequestOutput": "jaxinfer.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
+    "functional": "jaxinfer.function",
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from jaxinfer.hooks import CapturedChunk
 from jaxinfer.request import Request, RequestStatus, TokenLogprobs
 
 
@@ -119,6 +120,7 @@ class StepResult:
         prompt_logprobs: request_id → entries for the prompt positions [start + 1, end + 1) of the
             row's chunk, cut at the prompt's end.
         pooled: request_id → float32 [D], the sum of the hidden states that the row's chunk adds.
+        captured: request_id → what hooks saw of the row's chunk.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -126,3 +128,4 @@ class StepResult:
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...]
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     pooled: dict[str, Any] = field(default_factory=dict)
+    captured: dict[str, CapturedChunk] = field(default_factory=dict)

@@ -42,6 +42,9 @@ class EngineConfig:
         enable_prefix_caching: Share the pages of equal prefixes.
         scheduling_policy: "fcfs", or "priority" (lower `priority` first, then arrival).
         overlap: Dispatch a step before the tokens of the previous one reach the host.
+        deterministic: A request's logits are bitwise the same alone, in any batch, in chunks, from
+            the prefix cache and after preemption: every step computes the same number of tokens,
+            `max_num_seqs` but at least 32, each with an attention of its own. Slower.
         warmup: Compile every bucket before serving. Off: compile on first use (tests, scripts).
         attention_impl: "auto" takes our kernels on GPUs that have them and XLA elsewhere; "pallas"
             insists on kernels, "triton" on the portable ones, "mosaic" on those for Hopper, "xla"
@@ -73,6 +76,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     overlap: bool = True
+    deterministic: bool = False
     warmup: bool = True
     attention_impl: str = "auto"
     tensor_parallel_size: int = 1

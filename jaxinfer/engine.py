@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from jaxinfer.batch import StepPlan, StepResult
 from jaxinfer.compilation import CompileGuard, bucket_of, buckets
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import InvalidRequestError
+from jaxinfer.hooks import Hooks
 from jaxinfer.metrics import EngineStats
 from jaxinfer.page_groups import WindowPool
 from jaxinfer.page_pool import PagePool
@@ -32,6 +33,8 @@ class Runner[Hidden, InFlight](Protocol):
     def windows(self) -> tuple[int, ...]: ...
     @property
     def num_programs_pending(self) -> int: ...
+    @property
+    def hook_points(self) -> Mapping[str, Any]: ...
     def max_decode_steps(self, num_rows: int) -> int: ...
     def decode(self, plan: StepPlan) -> InFlight: ...
     def forward(self, plan: StepPlan) -> Hidden: ...
@@ -87,8 +90,9 @@ class Engine:
             max_waiting=config.max_waiting,
         )
         self._guard = CompileGuard()
-        self._token_buckets = buckets(config.max_num_batched_tokens)
-        self._row_buckets = buckets(config.max_num_seqs)
+        most = config.max_num_batched_tokens, config.max_num_seqs
+        sizes = [(n,) if config.deterministic else buckets(n) for n in most]
+        self._token_buckets, self._row_buckets = sizes
         self._in_flight: tuple[StepPlan, object] | None = None
         self._timer = StepTimer(config.num_decode_steps)
         self._busy_since = 0.0  # when the step in flight had the device for itself
@@ -105,6 +109,7 @@ class Engine:
         cache_salt: str = "",
         arrival_time: float | None = None,
         pooling: Pooling | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         """Queue a sequence; its tokens come from later `step` calls.
 
@@ -117,6 +122,7 @@ class Engine:
             cache_salt: Prefix pages are shared only among equal salts.
             arrival_time: `time.monotonic()` seconds; now if None.
             pooling: Ask for the prompt's vector instead of tokens: one output without tokens.
+            hooks: What to show and to change inside the model: see `jaxinfer.hooks`.
 
         Raises:
             InvalidRequestError: It could never be served.
@@ -138,6 +144,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             pooling=pooling,
+            hooks=hooks,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
         )
         self.scheduler.add(request)
@@ -255,6 +262,11 @@ class Engine:
         for step in range(max(map(len, result.token_ids), default=0)):
             alive = sum(len(token_ids) > step for token_ids in result.token_ids)
             self._stats.count_step(alive, B, alive, B)
+
+    @property
+    def hook_points(self) -> Mapping[str, Any]:
+        """What requests may capture and edit: name → shape [T, ...] and dtype."""
+        return self.runner.hook_points
 
     @property
     def stats(self) -> EngineStats:

@@ -177,3 +177,22 @@ def resolve_pending(batch: ForwardBatch, sampled: Int[Array, " B"]) -> Int[Array
     """Return the step's tokens, with those the host has not seen taken from the last sampling."""
     rows = jnp.maximum(batch.pending_rows, 0)
     return jnp.where(batch.pending_rows >= 0, sampled[rows], batch.token_ids)
+
+
+def one_token_rows(batch: RaggedBatch, positions: Int[Array, " T"]) -> RaggedBatch:
+    """Return the same tokens as rows of one token each, in the same pages.
+
+    Attention then computes a token in one way, whether it came in a chunk or was decoded; a kernel
+    has a way of its own for chunks, with another order of summation.
+    """
+    T = positions.shape[0]
+    tokens = jnp.arange(T + 1, dtype=jnp.int32)
+    rows = jnp.searchsorted(batch.query_start_loc, tokens[:T], side="right").astype(jnp.int32) - 1
+    num_tokens = batch.query_start_loc[-1]
+    return RaggedBatch(
+        page_table=batch.page_table.at[rows].get(mode="clip"),
+        seq_lens=positions + 1,  # 0 for padding, which is at -1
+        query_start_loc=jnp.minimum(tokens, num_tokens),
+        num_decode_rows=num_tokens,
+        num_rows=num_tokens,
+    )

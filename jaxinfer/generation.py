@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxinfer.detokenizer import Detokenizer
+from jaxinfer.hooks import CapturedChunk, Captures
 from jaxinfer.input_processor import PreparedRequest
 from jaxinfer.metrics import RequestRecord
 from jaxinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -44,6 +45,8 @@ class Sample:
     read_text: str = ""
     read_token_ids: list[int] = field(default_factory=list)
     read_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    captured: list[CapturedChunk] = field(default_factory=list)
+    captures: Captures | None = None
 
 
 class Generation:
@@ -172,6 +175,9 @@ class Generation:
                 token_ids, logprobs = token_ids[:num_used], logprobs[:num_used]
                 stopped_here = finish_reason is None
                 finish_reason, stop_reason = FinishReason.STOP, sample.detokenizer.stop_reason
+        sample.captured.extend(output.captured)
+        if finish_reason is not None:
+            self._keep_captures(sample, sample.num_tokens + len(token_ids))
         with self._lock:
             if output.pooled is not None:
                 self._embedding = output.pooled
@@ -192,10 +198,16 @@ class Generation:
         running = [s for s in self.samples if s.finish_reason is None]
         for sample in running:
             text = sample.detokenizer.push((), finished=True) if sample.detokenizer else ""
+            self._keep_captures(sample, sample.num_tokens)
             with self._lock:
                 self._append(sample, (), text, (), now)
                 self._end(sample, reason, now)
         return running
+
+    @property
+    def num_saved_bytes(self) -> int:
+        """What was written to disk of what hooks saw."""
+        return sum(s.captures.num_saved_bytes for s in self.samples if s.captures is not None)
 
     def tell(self) -> None:
         """Wake the reader, if there is something for it."""
@@ -219,6 +231,15 @@ class Generation:
             ttft_s=_since(times.arrival_time, first),
             decode_s=_since(first, times.last_token_time),
         )
+
+    def _keep_captures(self, sample: Sample, num_tokens: int) -> None:
+        """Put together what hooks saw of a sample that ends with so many tokens."""
+        hooks = self.prepared.hooks
+        if hooks is not None and hooks.capture:
+            num_computed = len(self.prepared.prompt_token_ids) + max(num_tokens - 1, 0)
+            captures = Captures.join(sample.captured, hooks.capture, num_computed)
+            sample.captured = []
+            sample.captures = captures if hooks.keep is None else hooks.keep(sample.index, captures)
 
     def _visible(self, output: TokenOutput) -> tuple[int, ...]:
         """Return the tokens that have a text: a token that ends the output has none."""
@@ -266,6 +287,9 @@ class Generation:
             stop_reason=sample.stop_reason,
             error=sample.error,
         )
+        if sample.captures is not None:
+            output.captures = sample.captures.arrays
+            output.capture_positions = sample.captures.positions
         return *parts, output
 
     def _completion(

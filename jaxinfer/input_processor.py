@@ -17,6 +17,7 @@ from numbers import Integral
 from typing import Any
 
 from jaxinfer.errors import InvalidRequestError, quoted
+from jaxinfer.hooks import Hooks
 from jaxinfer.request import Pooling
 from jaxinfer.sampling_batch import child_seed
 from jaxinfer.sampling_params import SamplingParams
@@ -46,6 +47,7 @@ class PreparedRequest:
         cache_salt: Prefix pages are shared only among equal salts.
         arrival_time: `time.monotonic()` seconds.
         pooling: If given, a vector of the prompt is asked for instead of tokens.
+        hooks: What it looks at and changes inside the model.
     """
 
     request_id: str
@@ -58,6 +60,7 @@ class PreparedRequest:
     cache_salt: str
     arrival_time: float
     pooling: Pooling | None = None
+    hooks: Hooks | None = None
 
     def sample_id(self, index: int) -> str:
         """Return the engine's name for one sample; distinct for distinct requests."""
@@ -75,6 +78,7 @@ class PreparedRequest:
             "arrival_time": self.arrival_time,
             # Named only where it matters: most engines need not know of it.
             **({} if self.pooling is None else {"pooling": self.pooling}),
+            **({} if self.hooks is None else {"hooks": self.hooks}),
         }
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxinfer import cpu_kernels
+from jaxinfer.attention_weights import paged_weights
 from jaxinfer.nn.rope import RopeTable
 from pallas_kernels import (
     KVPages,
@@ -205,6 +206,18 @@ class PagedAttend:
         )
         self._layers[layer] = pages._replace(k_pages=k_pages, v_pages=v_pages)
         return out
+
+    def weights(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        tokens: Int[Array, " C"] | None,
+        num_keys: int | None,
+        **how: Any,
+    ) -> Float[Array, "C N S"]:
+        """Return what `jaxinfer.nn.attention.AttendWithWeights` promises."""
+        batch = self._batches[self._layer_groups[layer]]
+        return paged_weights(q, self._layers[layer], batch, tokens, num_keys, **how)
 
     def _on_own_heads(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let each device run the function on the heads that it holds."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
@@ -35,7 +35,9 @@ from jaxinfer.scoring import Scoring
 from jaxinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jaxinfer.engine import Engine
     from jaxinfer.loading import LoadedModel
+    from jaxinfer.request_hooks import HookArguments
 
 type Message = Mapping[str, Any]
 
@@ -117,6 +119,7 @@ class LLM(Scoring):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Literal["always"] = True,
+        **hooks: Unpack[HookArguments],
     ) -> list[RequestOutput]:
         """Return one result per prompt, in their order.
 
@@ -128,6 +131,8 @@ class LLM(Scoring):
             sampling_params: For all, or one per prompt; None for the model's defaults.
             use_tqdm: A progress bar for batches, if standard error is a terminal; "always" shows
                 it anyway.
+            hooks: What to capture and edit inside the model, see
+                `jaxinfer.request_hooks.HookArguments`.
 
         Raises:
             InvalidRequestError: A prompt or its parameters cannot be served; the message names its
@@ -136,7 +141,7 @@ class LLM(Scoring):
         """
         single = _is_single(prompts)
         batch = cast("Sequence[Prompt]", [prompts] if single else list(prompts))
-        return self._run(batch, sampling_params, "" if single else "prompts", use_tqdm)
+        return self._run(batch, sampling_params, "" if single else "prompts", use_tqdm, hooks)
 
     def chat(
         self,
@@ -145,6 +150,7 @@ class LLM(Scoring):
         *,
         use_tqdm: bool | Literal["always"] = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        hooks: HookArguments | None = None,
         **template_kwargs: Any,
     ) -> list[RequestOutput]:
         """Return the model's answer to one conversation or to each of a list.
@@ -155,7 +161,9 @@ class LLM(Scoring):
             use_tqdm: As for `generate`.
             chat_template_kwargs: For the chat template: `add_generation_prompt`,
                 `continue_final_message`, `tools`, and what the template itself understands.
-            template_kwargs: The same, spelled as arguments.
+            hooks: What `generate` takes as `capture`, `positions`, `edits` and `capture_to`, as a
+                mapping.
+            template_kwargs: The same as `chat_template_kwargs`, spelled as arguments.
 
         Raises:
             InvalidRequestError: As for `generate`, or the chat template refuses the messages.
@@ -171,7 +179,18 @@ class LLM(Scoring):
         for i, conversation in enumerate(conversations):
             with _naming(where, i):
                 prompts.append(self._inputs.chat_prompt(conversation, **template))
-        return self._run(prompts, sampling_params, where, use_tqdm)
+        return self._run(prompts, sampling_params, where, use_tqdm, hooks or {})
+
+    @property
+    def engine(self) -> Engine:
+        """What runs it all, for those who look inside: one thread at a time may call it."""
+        return self._engine
+
+    @property
+    def hook_points(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """What can be captured and edited: name → shape of one token's value, and dtype."""
+        points = self._engine.hook_points
+        return {name: (x.shape[1:], x.dtype.name) for name, x in points.items()}
 
     def shutdown(self) -> None:
         """Let go of the engine, and with it of the device's memory. A second call is harmless."""
@@ -187,6 +206,7 @@ class LLM(Scoring):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         where: str,
         use_tqdm: bool | Literal["always"],
+        hooks: HookArguments,
         pooling: Pooling | None = None,
     ) -> list[RequestOutput]:
         with self._lock:
@@ -198,6 +218,10 @@ class LLM(Scoring):
                 with _naming(where, i):
                     name = str(next(self._names))
                     requests.append(self._inputs.prepare(name, prompt, params[i], pooling=pooling))
+            if hooks:
+                from jaxinfer.request_hooks import with_hooks  # needs jax, which the rest does not
+
+                requests = with_hooks(requests, self._engine.hook_points, hooks)
             generations = [Generation(r, self.tokenizer, final_only=True) for r in requests]
             bar = _ProgressBar if _shows_progress(use_tqdm, len(prompts)) else _NoProgressBar
             try:
@@ -217,7 +241,7 @@ class LLM(Scoring):
     ) -> tuple[bool, list[RequestOutput]]:
         single = _is_single(prompts)
         batch = cast("Sequence[Prompt]", [prompts] if single else list(prompts))
-        return single, self._run(batch, params, "" if single else "prompts", use_tqdm, pooling)
+        return single, self._run(batch, params, "" if single else "prompts", use_tqdm, {}, pooling)
 
     @property
     def _max_scored_tokens(self) -> int:
@@ -413,7 +437,7 @@ class _ProgressBar(_NoProgressBar):
             console=Console(stderr=True),
         )
         self._task = self._progress.add_task("", total=len(self._requests), speed="")
-        self._num_input = self._num_output = 0
+        self._num_input = self._num_output = self._num_saved_bytes = 0
         self._seen: dict[str, int] = {}
         self._progress.start()
         return self
@@ -428,10 +452,14 @@ class _ProgressBar(_NoProgressBar):
             num_tokens = generation.num_generation_tokens
             self._num_output += num_tokens - self._seen.get(generation.request_id, 0)
             self._seen[generation.request_id] = num_tokens
+            if generation.finished:
+                self._num_saved_bytes += generation.num_saved_bytes
         elapsed = max(self._progress.tasks[0].elapsed or 0.0, 1e-6)
         speed = (
             f"in {self._num_input / elapsed:.0f} tok/s, out {self._num_output / elapsed:.0f} tok/s"
         )
+        if self._num_saved_bytes:
+            speed += f", {self._num_saved_bytes / 1e6:.0f} MB of captures saved"
         self._progress.update(
             self._task,
             advance=sum(g.finished for g in touched),

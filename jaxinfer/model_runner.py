@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
-from jaxinfer.compilation import sizes_from
+from jaxinfer.compilation import bucket_of, sizes_from
+from jaxinfer.hook_programs import Captured, HookPrograms
 from jaxinfer.kv_cache import make_cache
 from jaxinfer.models import ModelConfig, Transformer
 from jaxinfer.page_tables import PageTables
@@ -31,10 +32,12 @@ class Hidden:
     Attributes:
         sampled: [B, D], hidden states of the sampling rows.
         tokens: [T, D], hidden states of all tokens.
+        captured: What hooks asked to see.
     """
 
     sampled: jax.Array
     tokens: jax.Array
+    captured: Captured | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class InFlight:
         pooled: float32 [max_num_seqs, D], sums of hidden states, entry i for the i-th row of the
             plan that pools; None if there is none.
         asked: Log-probabilities of `logprob_token_ids`, in order.
+        captured: What hooks asked to see.
     """
 
     sampled: SampledTokens | None
@@ -85,6 +89,7 @@ class InFlight:
     counts: jax.Array | None = None
     pooled: jax.Array | None = None
     asked: tuple[AskedScores, ...] = ()
+    captured: Captured | None = None
 
 
 class ModelRunner:
@@ -114,6 +119,7 @@ class ModelRunner:
         pages = logical(mesh, None, "kv_heads")
         self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
         self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
+        self._hooks = HookPrograms(self.programs)
         self._packer = SamplingPacker(model_config.vocab_size)
         self._layouts = {T: config.layout(T) for T in config.token_buckets}
         self._decode_layouts = {B: config.decode_layout(B) for B in config.row_buckets}
@@ -154,6 +160,8 @@ class ModelRunner:
 
     def forward(self, plan: StepPlan, bucket: int | None = None) -> Hidden:
         """Dispatch the backbone over the plan's tokens; returns before it is done."""
+        if self._hooks.wanted(plan):
+            return self._forward_hooked(plan)
         T = bucket or self._bucket("backbone", plan.num_tokens, self.config.token_buckets)
         return self._call_backbone(T, self._layouts[T].pack(plan, self._tables))
 
@@ -171,12 +179,13 @@ class ModelRunner:
         pooled = self._pool_prompts(plan, hidden)
         rows = plan.sampling_rows
         if not rows:
-            return InFlight(None, scores, pooled=pooled)
+            return InFlight(None, scores, pooled=pooled, captured=hidden.captured)
         B = self._bucket("sampler", len(rows), self.config.row_buckets)
         packed = self._packer.pack(rows, B, extra_masks=masks)
         page_table = self._page_table(rows, B)
         sampled = self._call_sampler(B, hidden.sampled, packed, page_table)
-        return InFlight(sampled, scores, pooled=pooled, asked=self._score_asked(plan, hidden))
+        asked = self._score_asked(plan, hidden)
+        return InFlight(sampled, scores, pooled=pooled, asked=asked, captured=hidden.captured)
 
     def decode(self, plan: StepPlan) -> InFlight:
         """Dispatch all decode steps of a plan, from tokens to tokens.
@@ -213,6 +222,7 @@ class ModelRunner:
         if step.pooled is not None:
             ids = [row.request.request_id for row in plan.rows if row.request.pooling is not None]
             pooled = dict(zip(ids, jax.device_get(step.pooled), strict=False))
+        captured = {} if step.captured is None else step.captured.fetch()
         rows = plan.sampling_rows
         if step.sampled is None:
             return StepResult(
@@ -221,6 +231,7 @@ class ModelRunner:
                 logprobs=(),
                 prompt_logprobs=_frozen(prompt_logprobs),
                 pooled=pooled,
+                captured=captured,
             )
         fetched = jax.device_get((step.sampled.token_ids, step.sampled.corrupted))
         token_ids, corrupted = (x[: len(rows)].tolist() for x in fetched)
@@ -244,6 +255,7 @@ class ModelRunner:
             logprobs=tuple(logprobs),
             prompt_logprobs=_frozen(prompt_logprobs),
             pooled=pooled,
+            captured=captured,
         )
 
     def _fetch_steps(self, plan: StepPlan, step: InFlight) -> StepResult:
@@ -285,7 +297,12 @@ class ModelRunner:
     @property
     def num_programs(self) -> int:
         """Programs compiled so far."""
-        return len(self.programs.compiled)
+        return len(self.programs.compiled) + len(self._hooks)
+
+    @property
+    def hook_points(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """What requests may capture and edit: name → shape [T, ...] and dtype."""
+        return self._hooks.points
 
     @property
     def num_programs_pending(self) -> int:
@@ -310,6 +327,14 @@ class ModelRunner:
             self.programs.backbone.leaves, self._cache, packed, self._last_sampled
         )
         return Hidden(sampled, tokens)
+
+    def _forward_hooked(self, plan: StepPlan) -> Hidden:
+        T = bucket_of(plan.num_tokens, self.config.token_buckets)
+        packed = self._layouts[T].pack(plan, self._tables)
+        self._cache, sampled, tokens, captured = self._hooks.forward(
+            plan, T, self._cache, packed, self._last_sampled
+        )
+        return Hidden(sampled, tokens, captured)
 
     def _call_sampler(
         self, B: int, hidden: jax.Array, packed: PackedSampling, page_table: np.ndarray | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,10 @@ class CompletionOutput:
         finish_reason: "stop", "length", "abort" or "error"; None while running.
         stop_reason: The stop string or stop token id that ended it; None for end-of-sequence.
         error: What went wrong, for "error".
+        captures: name → values [n, ...] at `capture_positions`, once it has ended, if asked for:
+            see `jaxinfer.hook_tap` for names and shapes. Every token can have been computed but
+            the last sampled one, which nothing was asked of.
+        capture_positions: int [n], positions in the sequence of prompt and output, ascending.
     """
 
     index: int
@@ -44,6 +49,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    captures: Mapping[str, Any] | None = None
+    capture_positions: Any = None
 
     @property
     def finished(self) -> bool:
@@ -90,3 +97,8 @@ class RequestOutput:
     num_computed_tokens: int | None = None
     embedding: Any = None
     metrics: RequestMetrics | None = None
+
+    @property
+    def captures(self) -> Mapping[str, Any] | None:
+        """Those of the first sample."""
+        return self.outputs[0].captures if self.outputs else None

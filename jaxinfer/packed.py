@@ -14,13 +14,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from jaxinfer import cpu_kernels
 from jaxinfer.kv_cache import PagedAttend
 from jaxinfer.models import Recipe, Transformer
 from jaxinfer.models.transformer import Block, RopeTables
-from jaxinfer.nn import Attention, Embedding, GatedMLP, Linear, MoE, Norm
-from jaxinfer.nn.attention import Attend
+from jaxinfer.nn import Attention, Embedding, GatedMLP, Linear, MoE, Norm, RopeTable
+from jaxinfer.nn.attention import Attend, gather_heads
+from jaxinfer.nn.tap import NO_TAP, Tap
 from jaxinfer.surgery import (
     abstract_parameter,
     modules_of,
@@ -106,6 +108,13 @@ class FusedNorm(nnx.Module):
         self.scale = abstract_parameter(norm.scale.shape, jnp.float32, (None,))
         self.eps = norm.config.eps
 
+    def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+        """Compute it here, for those who want to see what the kernel keeps to itself."""
+        x32 = x.astype(jnp.float32)
+        mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+        scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        return (x32 * lax.rsqrt(mean_square + self.eps) * scale).astype(x.dtype)
+
 
 class PackedBlock(nnx.Module):
     """A pre-norm block with grouped-query attention and a gated feed-forward, in five calls."""
@@ -136,22 +145,60 @@ class PackedBlock(nnx.Module):
         ropes: RopeTables,
         attend: Attend,
         is_real: Bool[Array, " T"],
+        tap: Tap = NO_TAP,
     ) -> Float[Array, "T D"]:
         assert isinstance(attend, PagedAttend), "packed blocks run over the paged cache"
+        x = tap("resid_pre", x)
+        if tap.wants("attn_in", "q", "k", "v", "attn_weights", "attn_heads", "attn_out"):
+            x = x + self._attention_in_parts(x, ropes[self.rope], attend, tap)
+        else:
+            x = self._attention(x, ropes[self.rope], attend)
+        x = tap("resid_mid", x)
+        if tap.wants("mlp_in", "mlp_hidden", "mlp_out"):
+            hidden = self.gate_up(tap("mlp_in", self.mlp_norm(x)))
+            x = x + tap("mlp_out", self.down(tap("mlp_hidden", hidden)))
+        else:
+            x = self.down(self.gate_up(x, norm=self.mlp_norm), residual=x)
+        return tap("resid_post", x)
+
+    def _attention(
+        self, x: Float[Array, "T D"], rope: RopeTable | None, attend: PagedAttend
+    ) -> Float[Array, "T D"]:
+        """Return the stream behind the attention."""
         attended = attend.write_and_attend(
             self.layer,
             self.qkv(x, norm=self.input_norm),  # [T, K, G + 2, H]
-            ropes[self.rope],
+            rope,
             q_norm=None if self.q_norm is None else self.q_norm.scale[...],
             k_norm=None if self.k_norm is None else self.k_norm.scale[...],
             eps=0.0 if self.q_norm is None else self.q_norm.eps,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            logit_softcap=self.logit_softcap,
-            sinks=None if self.sinks is None else self.sinks[...],
+            **self._how(),
         )
-        x = self.output(attended.reshape(x.shape[0], -1), residual=x)
-        return self.down(self.gate_up(x, norm=self.mlp_norm), residual=x)
+        return self.output(attended.reshape(x.shape[0], -1), residual=x)
+
+    def _attention_in_parts(
+        self, x: Float[Array, "T D"], rope: RopeTable | None, attend: Attend, tap: Tap
+    ) -> Float[Array, "T D"]:
+        """Return what is added to the stream, computed step by step for a tap to see."""
+        attended = gather_heads(
+            self.qkv(tap("attn_in", self.input_norm(x))),
+            rope,
+            attend,
+            tap,
+            layer=self.layer,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            **self._how(),
+        )
+        return tap("attn_out", self.output(attended.reshape(x.shape[0], -1)))
+
+    def _how(self) -> dict[str, Any]:
+        return {
+            "scale": self.scale,
+            "sliding_window": self.sliding_window,
+            "logit_softcap": self.logit_softcap,
+            "sinks": None if self.sinks is None else self.sinks[...],
+        }
 
 
 def pack_layers(model: Transformer, dtype: Any, fmt: str) -> list[Recipe]:

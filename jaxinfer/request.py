@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxinfer.hooks import CapturedChunk, Hooks
 from jaxinfer.sampling_params import SamplingParams
 
 
@@ -63,6 +64,7 @@ class Request:
         priority: Lower runs first under the "priority" policy.
         cache_salt: Prefix pages are shared only among equal salts.
         pooling: If given, the request asks for a vector of its prompt and for no token.
+        hooks: What it looks at and changes inside the model.
         arrival_time: `time.monotonic()` seconds.
         max_total_tokens: prompt + output may not exceed it (context length and `max_tokens`).
         token_ids: Prompt and output known to the host.
@@ -79,6 +81,7 @@ class Request:
         prompt_logprobs: Entries so far, by position; None before `first_scored`. Emptied on
             delivery.
         pooled: float32 [D], the sum of the hidden states pooled so far; None before the first.
+        captured: What hooks saw, in the order of computing. Emptied on delivery.
         finish_reason: Why it ended, if it has.
     """
 
@@ -91,6 +94,7 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     pooling: Pooling | None = None
+    hooks: Hooks | None = None
     arrival_time: float = 0.0
 
     status: RequestStatus = RequestStatus.WAITING
@@ -106,6 +110,7 @@ class Request:
     num_hashed_pages: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     pooled: Any = None
+    captured: list[CapturedChunk] = field(default_factory=list)
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None
@@ -117,10 +122,16 @@ class Request:
             self.params.needs_host_tokens
             or bool(self.params.logprob_token_ids)
             or self.pooling is not None
+            or self.hooks is not None
         )
         if self.params.ignore_eos:
             self.eos_token_ids = frozenset()
         self._end_token_ids = self.eos_token_ids.union(self.params.stop_token_ids or ())
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether its keys and values are not what the model makes of its tokens."""
+        return self.hooks is not None and bool(self.hooks.edits)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -232,6 +243,7 @@ class TokenOutput:
             output.
         error: Why it ended, for `FinishReason.ERROR`.
         pooled: float32 [D], the prompt's vector, on the only output of a request for one.
+        captured: What hooks saw since the last output.
     """
 
     request_id: str
@@ -244,6 +256,7 @@ class TokenOutput:
     first_scheduled_time: float | None = None
     error: str | None = None
     pooled: Any = None
+    captured: tuple[CapturedChunk, ...] = ()
 
     @property
     def finished(self) -> bool:

@@ -68,6 +68,8 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         # Again, for a shorter sequence some windows may hide nothing.
         wanted = room
     logger.info("attention: %s", attention)
+    if config.deterministic:
+        config = _deterministic(config, model_config)
     resolved = dataclasses.replace(
         config,
         dtype=dtype,
@@ -88,6 +90,28 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         sum(n * size for n, size in zip(counts, page_bytes, strict=True)) / 2**30,
     )
     return resolved
+
+
+DETERMINISTIC_TOKENS = 32
+"""Fewest tokens of a deterministic step: so many rows XLA multiplies all alike."""
+
+
+def _deterministic(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    """Fix all shapes on which an order of summation could depend.
+
+    Raises:
+        ConfigError: The model's results depend on more than shapes.
+    """
+    if model_config.moe is not None:
+        raise ConfigError(
+            "deterministic is not supported for mixtures of experts: how a token's products are "
+            "summed depends on how many tokens visit its experts"
+        )
+    rows = max(DETERMINISTIC_TOKENS, config.max_num_seqs)
+    logger.info("deterministic: every step computes %d tokens", rows)
+    return dataclasses.replace(
+        config, max_num_seqs=rows, max_num_batched_tokens=rows, num_decode_steps=1
+    )
 
 
 def page_dtype(kv_cache_dtype: str) -> jnp.dtype:
@@ -224,4 +248,5 @@ def runner_config(config: EngineConfig, model_config: ModelConfig) -> RunnerConf
         num_window_pages=config.num_window_pages or 0,
         attention_impl="cpu" if config.kernels == "cpu" else config.attention_impl,
         num_decode_steps=config.num_decode_steps,
+        deterministic=config.deterministic,
     )

@@ -179,6 +179,10 @@ class Scheduler:
             if part is not None and row.is_current:
                 so_far = row.request.pooled
                 row.request.pooled = part if so_far is None else so_far + part
+        for row in plan.rows if result.captured else ():
+            chunk = result.captured.get(row.request.request_id)
+            if chunk is not None and row.is_current:
+                row.request.captured.append(chunk)
         outputs = []
         for row, token_ids, corrupted, logprobs in zip(
             plan.sampling_rows, result.token_ids, result.corrupted, result.logprobs, strict=True
@@ -301,6 +305,8 @@ class Scheduler:
             return []
         if request.pooling is Pooling.MEAN:
             return []  # the pages hold keys and values, not the hidden states to be averaged
+        if request.hooks is not None:
+            return []  # nor what hooks want to see, and edits make them others
         # Even if all is found, the last token has to be computed, for the logits it yields; and
         # logprobs of the prompt need the logits of each token before those that are scored.
         num_tokens = request.num_tokens - 1
@@ -316,6 +322,8 @@ class Scheduler:
         """
         pool = self.page_pool
         num_pages = num_tokens // pool.page_size
+        if request.is_edited:
+            return
         if pool.enable_prefix_caching and num_pages > request.num_hashed_pages:
             self.pages.share(request, self._hash_pages(request, num_pages))
 
@@ -343,6 +351,9 @@ class Scheduler:
         output = TokenOutput(request.request_id, token_ids)
         if logprobs and request.params.logprobs is not None:
             output.logprobs = logprobs[:count]
+        if request.captured:
+            output.captured = tuple(request.captured)
+            request.captured.clear()
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
             output.num_cached_tokens = request.num_cached_tokens

@@ -24,9 +24,10 @@ from flax import nnx
 from jaxinfer.batch import SampledTokens
 from jaxinfer.compilation import Programs, buckets
 from jaxinfer.decode_loop import decode_loop
-from jaxinfer.forward_batch import BatchLayout, resolve_pending
+from jaxinfer.forward_batch import BatchLayout, ForwardBatch, one_token_rows, resolve_pending
 from jaxinfer.kv_cache import CacheShape, KVCache, PagedAttend, write_token_ids
 from jaxinfer.models import ModelConfig, Transformer, flat_parameters
+from jaxinfer.nn.tap import NO_TAP, Tap
 from jaxinfer.sampler import History, Logprobs, sample, token_logprobs
 from jaxinfer.sampling_batch import MAX_STOP_IDS, ROW_FIELDS, unpack_sampling
 from jaxinfer.sampling_params import MAX_LOGIT_BIAS
@@ -53,6 +54,7 @@ class RunnerConfig:
         num_window_pages: Pages of each of these groups.
         num_decode_steps: Most decode steps in one dispatch.
         attention_impl: "cpu" for the C++ kernel; else see `pallas_kernels.paged_attention`.
+        deterministic: There is one bucket of tokens and one of rows, and each token is a row.
     """
 
     max_num_seqs: int
@@ -67,6 +69,7 @@ class RunnerConfig:
     num_decode_steps: int = 1
     attention_impl: str = "auto"
     kv_cache_dtype: Any = None
+    deterministic: bool = False
 
     @property
     def page_dtype(self) -> Any:
@@ -86,12 +89,13 @@ class RunnerConfig:
     @property
     def token_buckets(self) -> tuple[int, ...]:
         """T: the token counts to which steps are padded."""
-        return buckets(self.max_num_batched_tokens)
+        most = self.max_num_batched_tokens
+        return (most,) if self.deterministic else buckets(most)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
         """B: the row counts to which samplings are padded."""
-        return buckets(self.max_num_seqs)
+        return (self.max_num_seqs,) if self.deterministic else buckets(self.max_num_seqs)
 
     def layout(self, num_tokens: int) -> BatchLayout:
         """The packed metadata of a token bucket."""
@@ -190,18 +194,19 @@ class StepPrograms:
         cache: KVCache,
     ):
         self.config = config
+        self.mesh = mesh
         self.backbone = PureModule.of(model, parameters)
         self.head = PureModule.of(model.head(), parameters, rename=("projection", model.head_path))
         shape = cache_shape(model.config, config.windows, config.page_size, config.page_dtype)
         self._hidden_size = model.config.hidden_size
-        self._vocab_size = model.config.vocab_size
-        self._whole = replicated(mesh)
-        self._cache = jax.tree.map(abstract, cache)
+        self.vocab_size = model.config.vocab_size
+        self.whole = replicated(mesh)
+        self.abstract_cache = jax.tree.map(abstract, cache)
         self._attend_over = partial(
             PagedAttend,
             layer_groups=shape.layer_groups,
             impl=config.attention_impl,
-            sharding=self._cache.layers[0].k_pages.sharding,
+            sharding=self.abstract_cache.layers[0].k_pages.sharding,
         )
         self.compiled = Programs(
             {
@@ -245,29 +250,42 @@ class StepPrograms:
         return {(kind, size): partial(lower, size) for size in sizes}
 
     def _array(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._whole)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
 
     def _lower_backbone(self, T: int) -> jax.stages.Lowered:
         layout = self.config.layout(T)
-        cache_out = jax.tree.map(lambda x: x.sharding, self._cache)
+        step = self.jit_backbone(partial(self.backbone_step, layout))
+        return step.lower(*self.backbone_arguments(layout))
+
+    def jit_backbone(self, step: Callable[..., Any], *more_shardings: Any) -> Any:
+        """Return a step under jit, which returns what `backbone_step` does, and more.
+
+        DONATES its second argument, the cache.
+        """
+        cache_out = jax.tree.map(lambda x: x.sharding, self.abstract_cache)
         return jax.jit(
-            partial(self._backbone_step, layout),
+            step,
             donate_argnums=1,
-            out_shardings=(cache_out, self._whole, self._whole),
-        ).lower(
+            out_shardings=(cache_out, self.whole, self.whole, *more_shardings),
+        )
+
+    def backbone_arguments(self, layout: BatchLayout) -> tuple[Any, ...]:
+        """What `backbone_step` is called with, as shapes."""
+        return (
             self.backbone.abstract,
-            self._cache,
+            self.abstract_cache,
             self._array((layout.size,)),
             self._array((self.config.max_num_seqs,)),
         )
 
-    def _backbone_step(
+    def backbone_step(
         self,
         layout: BatchLayout,
         leaves: tuple[jax.Array, ...],
         cache: KVCache,
         packed: jax.Array,
         last_sampled: jax.Array,
+        make_tap: Callable[[ForwardBatch], Tap] = lambda batch: NO_TAP,
     ) -> tuple[KVCache, jax.Array, jax.Array]:
         """Return the cache, and hidden states of sampling rows [max_num_seqs, D] and of all [T, D].
 
@@ -276,20 +294,23 @@ class StepPrograms:
         batch = layout.unpack(packed)
         token_ids = resolve_pending(batch, last_sampled)
         cache = write_token_ids(cache, token_ids, batch.slot_mapping[0])
-        attend = self._attend_over(cache, batch.ragged, batch.slot_mapping)
-        hidden = self.backbone(leaves)(token_ids, batch.positions, attend)
+        ragged = batch.ragged
+        if self.config.deterministic:
+            ragged = tuple(one_token_rows(rows, batch.positions) for rows in ragged)
+        attend = self._attend_over(cache, ragged, batch.slot_mapping)
+        hidden = self.backbone(leaves)(token_ids, batch.positions, attend, make_tap(batch))
         return attend.cache, hidden[batch.sample_tokens], hidden
 
     def _lower_decode(self, B: int) -> jax.stages.Lowered:
         layout = self.config.decode_layout(B)
-        cache_out = jax.tree.map(lambda x: x.sharding, self._cache)
+        cache_out = jax.tree.map(lambda x: x.sharding, self.abstract_cache)
         return jax.jit(
             partial(self._decode_steps, layout),
             donate_argnums=1,
-            out_shardings=(cache_out, self._whole, self._whole),
+            out_shardings=(cache_out, self.whole, self.whole),
         ).lower(
             (self.backbone.abstract, self.head.abstract),
-            self._cache,
+            self.abstract_cache,
             self._array((layout.size,)),
             self._array((self.config.max_num_seqs,)),
             self._array((1 + MAX_STOP_IDS, B)),
@@ -323,7 +344,7 @@ class StepPrograms:
             unpack_sampling(rows, bias, allowed),
             num_steps=self.config.num_decode_steps,
             num_slots=layout.num_slots,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             max_logprobs=self.config.max_logprobs,
             attend_over=self._attend_over,
         )
@@ -333,15 +354,15 @@ class StepPrograms:
         return (
             self._array((len(ROW_FIELDS), B)),
             self._array((2, B, MAX_LOGIT_BIAS)),
-            self._array((B, -(-self._vocab_size // 32)), jnp.uint32),
+            self._array((B, -(-self.vocab_size // 32)), jnp.uint32),
         )
 
     def _lower_sampler(self, B: int) -> jax.stages.Lowered:
         config = self.config
-        return jax.jit(self._sampler_step, out_shardings=self._whole).lower(
+        return jax.jit(self._sampler_step, out_shardings=self.whole).lower(
             self.head.abstract,
             self._array((config.max_num_seqs, self._hidden_size), config.dtype),
-            self._cache.token_ids,
+            self.abstract_cache.token_ids,
             *self._sampling_arrays(B),
             self._array((B, config.max_pages)),
         )
@@ -367,13 +388,13 @@ class StepPrograms:
 
     def _lower_rows(self, T: int) -> jax.stages.Lowered:
         hidden = self._array((T, self._hidden_size), self.config.dtype)
-        return jax.jit(lambda hidden, indices: hidden[indices], out_shardings=self._whole).lower(
+        return jax.jit(lambda hidden, indices: hidden[indices], out_shardings=self.whole).lower(
             hidden, self._array((SCORED_TOKENS,))
         )
 
     def _lower_pool(self, T: int) -> jax.stages.Lowered:
         hidden = self._array((T, self._hidden_size), self.config.dtype)
-        return jax.jit(self._pool_step, out_shardings=self._whole).lower(hidden, self._array((T,)))
+        return jax.jit(self._pool_step, out_shardings=self.whole).lower(hidden, self._array((T,)))
 
     def _pool_step(self, hidden: jax.Array, slots: jax.Array) -> jax.Array:
         """Return float32 [max_num_seqs, D]: sums by slot; tokens of no slot have the number B."""
@@ -382,7 +403,7 @@ class StepPrograms:
 
     def _lower_score(self) -> jax.stages.Lowered:
         hidden = self._array((SCORED_TOKENS, self._hidden_size), self.config.dtype)
-        return jax.jit(self._score_step, out_shardings=self._whole).lower(
+        return jax.jit(self._score_step, out_shardings=self.whole).lower(
             self.head.abstract, hidden, self._array((SCORED_TOKENS,))
         )
 

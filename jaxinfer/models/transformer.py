@@ -24,6 +24,7 @@ from jaxinfer.nn import (
     RopeTable,
 )
 from jaxinfer.nn.attention import Attend
+from jaxinfer.nn.tap import NO_TAP, Tap
 from pallas_kernels.shapes import Array, Bool, Float, Int
 
 RopeTables = Mapping[RopeConfig | None, RopeTable | None]
@@ -55,22 +56,27 @@ class Block(nnx.Module):
         ropes: RopeTables,
         attend: Attend,
         is_real: Bool[Array, " T"],
+        tap: Tap = NO_TAP,
     ) -> Float[Array, "T D"]:
         config = self.config
+        x = tap("resid_pre", x)
         with jax.named_scope("attention"):
-            normed = _apply(self.input_norm, x)
-            attended = self.attention(normed, ropes[self.rope], attend)
-            after = self._add(x, _apply(self.post_attention_norm, attended))
+            normed = tap("attn_in", _apply(self.input_norm, x))
+            attended = self.attention(normed, ropes[self.rope], attend, tap)
+            attended = self._scaled(_apply(self.post_attention_norm, attended))
+            after = tap("resid_mid", x + tap("attn_out", attended))
         with jax.named_scope("mlp"):
             if not config.shared_norm:
                 normed = _apply(self.mlp_norm, x if config.parallel_block else after)
+            normed = tap("mlp_in", normed)
             # Padding must not take an expert's time; nothing else cares.
             mlp = self.mlp
-            update = mlp(normed, is_real) if isinstance(mlp, MoE) else mlp(normed)
-            return self._add(after, _apply(self.post_mlp_norm, update))
+            update = mlp(normed, is_real, tap) if isinstance(mlp, MoE) else mlp(normed, tap)
+            update = self._scaled(_apply(self.post_mlp_norm, update))
+            return tap("resid_post", after + tap("mlp_out", update))
 
-    def _add(self, x: Float[Array, "T D"], update: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return x + _times(update, self.config.residual_multiplier)
+    def _scaled(self, update: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        return _times(update, self.config.residual_multiplier)
 
 
 def _feed_forward(layer: int, config: ModelConfig, dtype: Any) -> GatedMLP | PlainMLP | MoE:
@@ -183,7 +189,11 @@ class Transformer(nnx.Module):
         self.config = config
 
     def __call__(
-        self, token_ids: Int[Array, " T"], positions: Int[Array, " T"], attend: Attend
+        self,
+        token_ids: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        attend: Attend,
+        tap: Tap = NO_TAP,
     ) -> Float[Array, "T D"]:
         """Return the hidden states that the head turns into logits, one per token.
 
@@ -191,6 +201,7 @@ class Transformer(nnx.Module):
             token_ids: The step's tokens.
             positions: Their positions in their sequences; negative for padding.
             attend: Stores and reads keys and values.
+            tap: Sees what is computed on the way, and may change it.
         """
         # Most models have one kind of rope, a few two, and layers without.
         kinds = dict.fromkeys(block.rope for block in self.layers)
@@ -198,10 +209,11 @@ class Transformer(nnx.Module):
         x = _times(self.embed(token_ids), self.config.embedding_multiplier)  # [T, D]
         if self.positions is not None:
             x = x + self.positions(positions)
+        x = tap("embed", x)
         for i, block in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                x = block(x, ropes, attend, positions >= 0)
-        return self.final_norm(x)
+                x = block(x, ropes, attend, positions >= 0, tap.inside(f"layers.{i}"))
+        return tap("final", self.final_norm(x))
 
     @property
     def head_path(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from flax import nnx
@@ -10,7 +12,8 @@ from jaxinfer.nn.linear import Linear
 from jaxinfer.nn.norm import Norm
 from jaxinfer.nn.parameter import parameter
 from jaxinfer.nn.rope import RopeTable, apply_rope
-from pallas_kernels.shapes import Array, Float
+from jaxinfer.nn.tap import NO_TAP, Tap
+from pallas_kernels.shapes import Array, Float, Int
 
 
 @runtime_checkable
@@ -33,6 +36,37 @@ class Attend(Protocol):
         logit_softcap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "T N H"]: ...
+
+
+@runtime_checkable
+class AttendWithWeights(Attend, Protocol):
+    """An `Attend` that can also say what it gave weight to, for those who look."""
+
+    def weights(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        tokens: Int[Array, " C"] | None,
+        num_keys: int | None,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        logit_softcap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> Float[Array, "C N S"]:
+        """Return float32 attention weights of some tokens, to be called after the layer's own call.
+
+        Args:
+            layer: Index.
+            q: Queries of all tokens.
+            tokens: Which of them; None for all.
+            num_keys: S, the first keys of the sequence; None for all there can be.
+            scale: As for the call, and so the others.
+            sliding_window: As for the call.
+            logit_softcap: As for the call.
+            sinks: As for the call. The weights then add up to less than 1.
+        """
+        ...
 
 
 class Attention(nnx.Module):
@@ -94,28 +128,72 @@ class Attention(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "T D"], rope: RopeTable | None, attend: Attend
+        self,
+        x: Float[Array, "T D"],
+        rope: RopeTable | None,
+        attend: Attend,
+        tap: Tap = NO_TAP,
     ) -> Float[Array, "T D"]:
         """Return what each token gathers; `rope` is None in layers without positions."""
         T, _ = x.shape
-        N, H = self.num_heads, self.head_dim
-        qkv = self.qkv(x)  # [T, K, G + 2, H]
-        q = qkv[:, :, :-2].reshape(T, N, H)
-        k, v = qkv[:, :, -2], qkv[:, :, -1]  # [T, K, H] each
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
-        if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
-        out = attend(
-            self.layer,
-            q,
-            k,
-            v,
+        out = gather_heads(
+            self.qkv(x),  # [T, K, G + 2, H]
+            rope,
+            attend,
+            tap,
+            layer=self.layer,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
             scale=self.scale,
             sliding_window=self.sliding_window,
             logit_softcap=self.logit_softcap,
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        return self.output(out.reshape(T, N * H))
+        return self.output(out.reshape(T, self.num_heads * self.head_dim))
+
+
+def gather_heads(
+    qkv: Float[Array, "T K G_plus_2 H"],
+    rope: RopeTable | None,
+    attend: Attend,
+    tap: Tap,
+    *,
+    layer: int,
+    q_norm: Callable[[Array], Array] | None,
+    k_norm: Callable[[Array], Array] | None,
+    **how: Any,
+) -> Float[Array, "T N H"]:
+    """Norm and rotate the heads, attend, and show each step.
+
+    Args:
+        qkv: Behind the queries of each KV head its key and value.
+        rope: The layer's positions; None for none.
+        attend: Stores and reads keys and values.
+        tap: Sees `q`, `k`, `v`, `attn_weights` and `attn_heads`.
+        layer: Index, for the cache.
+        q_norm: Of queries [T, N, H], before they are rotated.
+        k_norm: Of keys [T, K, H], before they are rotated.
+        how: Options of `Attend`.
+    """
+    T, K, G2, H = qkv.shape
+    q = qkv[:, :, :-2].reshape(T, K * (G2 - 2), H)
+    k, v = qkv[:, :, -2], qkv[:, :, -1]  # [T, K, H] each
+    if q_norm is not None:
+        q = q_norm(q)
+    if k_norm is not None:
+        k = k_norm(k)
+    if rope is not None:
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+    q, k, v = tap("q", q), tap("k", k), tap("v", v)
+    out = attend(layer, q, k, v, **how)
+    observe_weights(tap, attend, layer, q, **how)
+    return tap("attn_heads", out)
+
+
+def observe_weights(
+    tap: Tap, attend: Attend, layer: int, q: Float[Array, "T N H"], **how: Any
+) -> None:
+    """Show the weights of an attention that has just been computed, if it can tell them."""
+    if isinstance(attend, AttendWithWeights):
+        weights = partial(attend.weights, layer, q)
+        tap.observe("attn_weights", lambda tokens, keys: weights(tokens, keys, **how))

@@ -9,11 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxinfer.nn.attention import Attend
+from jaxinfer.nn.attention import Attend, observe_weights
 from jaxinfer.nn.linear import Linear
 from jaxinfer.nn.norm import Norm, NormConfig
 from jaxinfer.nn.parameter import parameter
 from jaxinfer.nn.rope import RopeTable, apply_rope
+from jaxinfer.nn.tap import NO_TAP, Tap
 from pallas_kernels.shapes import Array, Float
 
 
@@ -108,7 +109,11 @@ class LatentAttention(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "T D"], rope: RopeTable | None, attend: Attend
+        self,
+        x: Float[Array, "T D"],
+        rope: RopeTable | None,
+        attend: Attend,
+        tap: Tap = NO_TAP,
     ) -> Float[Array, "T D"]:
         assert rope is not None, "latent attention has no other positions"
         T, _ = x.shape
@@ -125,6 +130,9 @@ class LatentAttention(nnx.Module):
         rotated = apply_rope(latent[:, None, R:], rope)
         k = jnp.concatenate([self.latent_norm(latent[:, None, :R]), rotated], axis=-1)
 
+        q, k = tap("q", q), tap("k", k)
         seen = attend(self.layer, q, k, None, scale=self.scale, sliding_window=None)
+        observe_weights(tap, attend, self.layer, q, scale=self.scale, sliding_window=None)
         out = jnp.einsum("TNR,NvR->TNv", seen[..., :R], self.value_up[...])
+        out = tap("attn_heads", out)
         return self.output(out.reshape(T, -1))

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from jaxinfer.nn.linear import Linear
+from jaxinfer.nn.tap import NO_TAP, Tap
 from pallas_kernels.shapes import Array, Float
 
 _gelu_tanh = partial(jax.nn.gelu, approximate=True)
@@ -39,9 +40,10 @@ class GatedMLP(nnx.Module):
         self.down = Linear(intermediate, (hidden,), dtype=dtype, axes=("mlp", "embed"), bias=bias)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    def __call__(self, x: Float[Array, "T D"], tap: Tap = NO_TAP) -> Float[Array, "T D"]:
         gate_up = self.gate_up(x)  # [T, 2, F]
-        return self.down(ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1])
+        hidden = ACTIVATIONS[self.activation](gate_up[:, 0]) * gate_up[:, 1]
+        return self.down(tap("mlp_hidden", hidden))
 
 
 class PlainMLP(nnx.Module):
@@ -52,5 +54,5 @@ class PlainMLP(nnx.Module):
         self.down = Linear(intermediate, (hidden,), dtype=dtype, axes=("mlp", "embed"), bias=bias)
         self.activation = activation
 
-    def __call__(self, x: Float[Array, "T D"]) -> Float[Array, "T D"]:
-        return self.down(ACTIVATIONS[self.activation](self.up(x)))
+    def __call__(self, x: Float[Array, "T D"], tap: Tap = NO_TAP) -> Float[Array, "T D"]:
+        return self.down(tap("mlp_hidden", ACTIVATIONS[self.activation](self.up(x))))

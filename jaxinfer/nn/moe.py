@@ -13,6 +13,7 @@ from jax import lax
 from jaxinfer.nn.linear import Linear
 from jaxinfer.nn.mlp import ACTIVATIONS, GatedMLP
 from jaxinfer.nn.parameter import parameter
+from jaxinfer.nn.tap import NO_TAP, Tap
 from pallas_kernels.shapes import Array, Bool, Float, Int
 
 
@@ -88,12 +89,15 @@ class MoE(nnx.Module):
         )
         self.config, self.activation = config, activation
 
-    def __call__(self, x: Float[Array, "T D"], is_real: Bool[Array, " T"]) -> Float[Array, "T D"]:
+    def __call__(
+        self, x: Float[Array, "T D"], is_real: Bool[Array, " T"], tap: Tap = NO_TAP
+    ) -> Float[Array, "T D"]:
         """Return what the experts make of each token, zeros for those that are not real."""
         T, D = x.shape
         k = self.config.num_experts_per_tok
         correction = None if self.correction_bias is None else self.correction_bias[...]
-        weights, experts = route(self.router(x, out_dtype=jnp.float32), correction, self.config)
+        scores = tap("router_logits", self.router(x, out_dtype=jnp.float32))
+        weights, experts = route(scores, correction, self.config)
         # Padding goes to an expert behind the last, where no group reaches.
         experts = jnp.where(is_real[:, None], experts, self.config.num_experts).reshape(T * k)
         order = jnp.argsort(experts)  # [T * k] visits by expert
@@ -103,7 +107,7 @@ class MoE(nnx.Module):
         visits = visits[back].reshape(T, k, D)
         out = jnp.einsum("TkD,Tk->TD", visits, weights)
         out = jnp.where(is_real[:, None], out, 0.0).astype(x.dtype)
-        return out if self.shared is None else out + self.shared(x)
+        return out if self.shared is None else out + self.shared(x, tap)
 
     def _experts(
         self, x: Float[Array, "rows D"], experts: Int[Array, " rows"]

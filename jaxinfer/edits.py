@@ -1,0 +1,254 @@
+"""Changes of what a model computes, as pytrees: new values need no new program.
+
+An `Edit` is what a user writes; `resolve` makes of it one `Change` for each place that it names,
+with arrays of that place's shape. A change is a function of one token's value, so that each token
+of a batch can have its own: `apply_change` maps it over tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.errors import InvalidRequestError
+from jaxinfer.hooks import match_names
+from pallas_kernels.shapes import Array, Int
+
+type Where = Literal["all", "prompt", "generated"] | tuple[int, int] | None
+type Values = Any  # what jnp.asarray takes
+
+FOREVER = np.iinfo(np.int32).max
+KINDS = ("add", "scale", "clamp", "patch")
+UNCHANGEABLE = ("attn_weights", "logits")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of one value, or of one in every layer: made by the functions below.
+
+    Attributes:
+        at: A name, `*` for any layer.
+        kind: One of `KINDS`.
+        values: Arrays by role.
+        where: Which tokens of a sequence: "all" (None), "prompt", "generated", or positions
+            (start, stop).
+        heads: For an ablation, indices along the value's first axis.
+    """
+
+    at: str
+    kind: str
+    values: Mapping[str, Values]
+    where: Where = None
+    heads: tuple[int, ...] | None = None
+
+
+def add(at: str, vector: Values, *, coefficient: Values = 1.0, where: Where = None) -> Edit:
+    """Add `coefficient * vector`: a steering vector.
+
+    Args:
+        at: Where, such as "layers.6.resid_post".
+        vector: Of the shape of one token's value there, or one that broadcasts to it.
+        coefficient: A number.
+        where: See `Edit`.
+    """
+    return Edit(at, "add", {"value": jnp.asarray(vector) * coefficient}, where)
+
+
+def scale(at: str, factor: Values, *, where: Where = None) -> Edit:
+    """Multiply by a number, or by an array that broadcasts to one token's value."""
+    return Edit(at, "scale", {"value": factor}, where)
+
+
+def ablate(at: str, indices: int | Sequence[int] | None = None, *, where: Where = None) -> Edit:
+    """Set to zero: heads of "layers.3.attn_heads", neurons of "layers.3.mlp_hidden", or all."""
+    if indices is None:
+        return scale(at, 0.0, where=where)
+    chosen = (indices,) if isinstance(indices, int) else tuple(map(int, indices))
+    return Edit(at, "scale", {}, where, heads=chosen)
+
+
+def clamp(at: str, low: Values = -np.inf, high: Values = np.inf, *, where: Where = None) -> Edit:
+    """Keep within [low, high], numbers or arrays that broadcast to one token's value."""
+    return Edit(at, "clamp", {"low": low, "high": high}, where)
+
+
+def patch(at: str, values: Values, positions: Sequence[int]) -> Edit:
+    """Replace the values at some positions, say by those that another run captured.
+
+    Args:
+        at: Where.
+        values: [n, ...], one for each position.
+        positions: n positions in the sequence, from 0.
+    """
+    return Edit(at, "patch", {"value": values, "positions": np.asarray(positions, np.int32)})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Change:
+    """An edit of one place, all in arrays.
+
+    Attributes:
+        at: The place's name.
+        kind: One of `KINDS`.
+        values: As broadcast to the place's shape; of a patch, [n, ...] and int32 [n].
+        span: int32 [2], positions [start, stop) to which it applies.
+    """
+
+    at: str = dataclasses.field(metadata={"static": True})
+    kind: str = dataclasses.field(metadata={"static": True})
+    values: Mapping[str, Any]
+    span: Any
+
+
+def resolve(
+    edits: Sequence[Edit], points: Mapping[str, jax.ShapeDtypeStruct], num_prompt_tokens: int | None
+) -> tuple[Change, ...]:
+    """Return the changes that some edits stand for, checked against what there is.
+
+    Args:
+        edits: In the order in which they apply.
+        points: name → shape [T, ...] and dtype of what is there.
+        num_prompt_tokens: Divides "prompt" from "generated"; None if nobody knows.
+
+    Raises:
+        InvalidRequestError: An edit names nothing, or its values do not fit.
+    """
+    changes = []
+    for edit in edits:
+        if not isinstance(edit, Edit):
+            raise InvalidRequestError(
+                f"expected edits made by jaxinfer.edits (add, scale, ...), got {edit!r:.80}",
+                "edits",
+            )
+        for name in match_names([edit.at], points, "edits"):
+            if name.split(".")[-1] in UNCHANGEABLE:
+                raise InvalidRequestError(
+                    f"{name} can be captured and not edited; edit attn_heads, q, k or v instead of "
+                    "attn_weights, and use logit_bias for logits",
+                    "edits",
+                )
+            span = _span(edit.where, num_prompt_tokens)
+            values = _values(edit, name, points[name].shape[1:])
+            changes.append(Change(name, edit.kind, values, span))
+    return tuple(changes)
+
+
+def structure(changes: Sequence[Change]) -> tuple[Any, ...]:
+    """Return what decides which program is needed: all but the values."""
+    return tuple(
+        (c.at, c.kind, tuple((k, np.shape(v)) for k, v in sorted(c.values.items())))
+        for c in changes
+    )
+
+
+def apply_change(
+    change: Change,
+    x: Array,
+    positions: Int[Array, " T"],
+    slots: Int[Array, " T"] | None = None,
+) -> Array:
+    """Return x [T, ...] changed.
+
+    Args:
+        change: If there are slots, stacked: each array has one more axis in front.
+        x: What the model computed.
+        positions: Of the tokens in their sequences.
+        slots: Which of the stack concerns a token; -1 for none, whose value stays as it is, bit by
+            bit. None: there is no stack, and the change concerns all.
+    """
+    if slots is None:
+        return jax.vmap(_change_token, in_axes=(None, 0, 0))(change, x, positions)
+    mine = jax.tree.map(lambda a: a[jnp.maximum(slots, 0)], change)
+    changed = jax.vmap(_change_token)(mine, x, positions)
+    return jnp.where((slots >= 0).reshape(-1, *[1] * (x.ndim - 1)), changed, x)
+
+
+def _change_token(change: Change, x: Array, position: Array) -> Array:
+    values = {
+        k: v if k == "positions" else jnp.asarray(v).astype(x.dtype)
+        for k, v in change.values.items()
+    }
+    inside = (change.span[0] <= position) & (position < change.span[1])
+    match change.kind:
+        case "add":
+            new = x + values["value"]
+        case "scale":
+            new = x * values["value"]
+        case "clamp":
+            new = jnp.clip(x, values["low"], values["high"])
+        case "patch":
+            hits = values["positions"] == position
+            inside = inside & hits.any()
+            new = values["value"][jnp.argmax(hits)]
+        case kind:
+            raise AssertionError(f"there is no kind {kind}")
+    return jnp.where(inside, new, x)
+
+
+def _span(where: Where, num_prompt_tokens: int | None) -> np.ndarray:
+    match where:
+        case None | "all":
+            span = (0, FOREVER)
+        case "prompt" | "generated":
+            if num_prompt_tokens is None:
+                raise InvalidRequestError(
+                    f"where={where!r} needs to know where the prompt ends; give positions "
+                    "(start, stop)",
+                    "edits",
+                )
+            n = num_prompt_tokens
+            span = (0, n) if where == "prompt" else (n, FOREVER)
+        case (int(start), int(stop)) if 0 <= start <= stop:
+            span = (start, stop)
+        case _:
+            raise InvalidRequestError(
+                'where must be "all", "prompt", "generated" or positions (start, stop), got '
+                f"{where!r:.80}",
+                "edits",
+            )
+    return np.array(span, np.int32)
+
+
+def _values(edit: Edit, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    if edit.heads is not None:
+        return {"value": _without(edit.heads, name, shape)}
+    values = {k: v if isinstance(v, jax.Array) else np.asarray(v) for k, v in edit.values.items()}
+    if edit.kind == "patch":
+        n = len(values["positions"])
+        if values["value"].shape != (n, *shape):
+            raise InvalidRequestError(
+                f"patch of {name}: {n} positions take values {[n, *shape]}, got "
+                f"{list(values['value'].shape)}",
+                "edits",
+            )
+        return values
+    try:
+        return {
+            k: (jnp if isinstance(v, jax.Array) else np).broadcast_to(v, shape)
+            for k, v in values.items()
+        }
+    except ValueError as error:
+        shapes = ", ".join(str(list(v.shape)) for v in values.values())
+        raise InvalidRequestError(
+            f"{edit.kind} at {name}: expected values that broadcast to {list(shape)}, got {shapes}",
+            "edits",
+        ) from error
+
+
+def _without(indices: Sequence[int], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """A factor that is 0 at these indices of the first axis, and 1 elsewhere."""
+    factor = np.ones(shape, np.float32)
+    for index in indices:
+        if not -shape[0] <= index < shape[0]:
+            raise InvalidRequestError(
+                f"ablate at {name}: index {index} is outside of {shape[0]}", "edits"
+            )
+        factor[index] = 0.0
+    return factor

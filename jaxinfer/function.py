@@ -1,0 +1,275 @@
+"""The served model as a pure function: for `grad`, `vmap`, `jit` and `jax.checkpoint`.
+
+No pages, no batch, no request: one sequence of tokens in, logits out, from the very arrays that the
+engine serves with. What serves and what is differentiated are one model: the same modules, the same
+taps; only the attention's keys come from the sequence instead of pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxinfer.attention_weights import softmax_weights, visible_keys
+from jaxinfer.edits import Change, Edit, resolve
+from jaxinfer.engine import Engine
+from jaxinfer.hook_tap import HookTap, hook_points
+from jaxinfer.hooks import CapturedChunk, Captures, Hooks, match_names
+from jaxinfer.model_runner import ModelRunner
+from jaxinfer.sampling_params import SamplingParams
+from jaxinfer.step_programs import PureModule, StepPrograms
+from pallas_kernels.shapes import Array, Float, Int
+
+if TYPE_CHECKING:
+    from jaxinfer.llm import LLM
+
+type Params = Mapping[str, jax.Array]
+
+
+class WholeAttend:
+    """`jaxinfer.nn.attention.AttendWithWeights` over one whole sequence, without a cache.
+
+    Args:
+        positions: int32 [T], ascending, of all tokens there are.
+    """
+
+    def __init__(self, positions: Int[Array, " T"]):
+        self._positions = positions
+        self._keys: dict[int, Array] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"] | None,
+        **how: Any,
+    ) -> Float[Array, "T N H"]:
+        self._keys[layer] = k
+        v = k if v is None else v
+        T, N, H = q.shape
+        K = k.shape[1]
+        weights = self._weights(q, k, **how).astype(v.dtype).reshape(T, K, N // K, T)
+        out = jnp.einsum("TKGS,SKH->TKGH", weights, v, preferred_element_type=jnp.float32)
+        return out.reshape(T, N, H).astype(q.dtype)
+
+    def weights(
+        self,
+        layer: int,
+        q: Float[Array, "T N H"],
+        tokens: Int[Array, " C"] | None,
+        num_keys: int | None,
+        **how: Any,
+    ) -> Float[Array, "C N S"]:
+        weights = self._weights(q, self._keys[layer], **how)
+        weights = weights if tokens is None else weights[tokens]
+        return weights if num_keys is None else weights[..., :num_keys]
+
+    def _weights(self, q: Array, k: Array, *, sliding_window: int | None, **how: Any) -> Array:
+        T = q.shape[0]
+
+        def one(query: Array, index: Array) -> Array:
+            return softmax_weights(query, k, visible_keys(index, T, sliding_window), **how)
+
+        return jax.vmap(one)(q, jnp.arange(T, dtype=jnp.int32))
+
+
+@dataclass(frozen=True)
+class ModelFunction:
+    """A model as a function of its parameters.
+
+    Attributes:
+        params: path → array, those that serve; a pytree to differentiate by, or to put others in.
+        vocab_size: V.
+        max_model_len: The positions that the engine was set up for.
+    """
+
+    params: dict[str, jax.Array]
+    vocab_size: int
+    max_model_len: int
+    _backbone: PureModule
+    _head: PureModule
+    _serve: Callable[[Params, Sequence[int]], np.ndarray]
+
+    def apply(
+        self,
+        params: Params,
+        tokens: Int[Array, " T"],
+        *,
+        capture: Sequence[str] | str | None = None,
+        edits: Sequence[Edit | Change] | Edit | Change = (),
+    ) -> Any:
+        """Return the logits of one sequence; `jax.vmap` maps it over a batch of equal lengths.
+
+        Args:
+            params: As `self.params`.
+            tokens: int32 [T] or a list. Causal: tokens behind the last one that matters change
+                nothing before them, so that sequences can be padded there.
+            capture: Names, as for `LLM.generate`; static under jit.
+            edits: As for `LLM.generate`. They are pytrees once `resolve`d: differentiate by their
+                values, or make edits of traced arrays inside the function.
+
+        Returns:
+            float32 [T, V]; with `capture`, also a dict name → [T, ...].
+
+        Raises:
+            InvalidRequestError: A name or an edit does not fit.
+        """
+        token_ids = jnp.asarray(tokens, jnp.int32)
+        positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+        asked = () if capture is None else match_names(_several(capture), self.points)
+        changes = self.resolve(edits)
+        tap = HookTap(frozenset(asked), positions=positions, edits=((changes, None),))
+        hidden = self._run(params, token_ids, positions, tap)
+        logits = self._head(tuple(params[path] for path in self._head.paths))(hidden)
+        if capture is None:
+            return logits
+        captured = {**tap.captured, "logits": logits}
+        return logits, {name: captured[name] for name in asked}
+
+    def as_served(self, params: Params, tokens: Sequence[int]) -> np.ndarray:
+        """Return the logits float32 [T, V] that an engine like this would serve with `params`.
+
+        Not to be traced: it runs the engine's own programs, in an engine made for it. With
+        `deterministic=True` they are bitwise those of any request with these tokens.
+
+        Raises:
+            NotImplementedError: The engine's weights are packed for the C++ kernels.
+        """
+        return self._serve(params, tokens)
+
+    def resolve(self, edits: Sequence[Edit | Change] | Edit | Change) -> tuple[Change, ...]:
+        """Return edits as pytrees of arrays of the shapes of what they change.
+
+        Raises:
+            InvalidRequestError: One does not fit.
+        """
+        done: list[Change] = []
+        for edit in _several(edits):
+            done += [edit] if isinstance(edit, Change) else resolve([edit], self.points, None)
+        return tuple(done)
+
+    @cached_property
+    def points(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """All that can be captured and edited: name → shape [T, ...] and dtype."""
+        params = {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in self.params.items()}
+
+        def run(tap: Any) -> jax.Array:
+            zeros = {path: jnp.zeros(x.shape, x.dtype) for path, x in params.items()}
+            positions = jnp.zeros(1, jnp.int32)
+            return self._run(zeros, positions, positions, tap)
+
+        return hook_points(run, self.vocab_size)
+
+    def _run(self, params: Params, token_ids: Array, positions: Array, tap: Any) -> Array:
+        model = self._backbone(tuple(params[path] for path in self._backbone.paths))
+        return model(token_ids, positions, WholeAttend(positions), tap)
+
+
+def functional(llm: LLM) -> ModelFunction:
+    """Return a served model as a pure function, on the arrays that serve it.
+
+    Logits equal the served ones up to the order of summation, as long as keys and values are cached
+    in the type of activations.
+
+    An engine with C++ kernels (`kernels="cpu"`, the default on CPU) has its weights in an order
+    that only those can read: the checkpoint is then read again, which takes its memory twice; load
+    with `kernels="xla"` to avoid it. Rounding to int8 has no slope: with `quantization="int8"` the
+    gradients are zero behind the first product.
+
+    Args:
+        llm: Not shut down.
+
+    Raises:
+        CheckpointError: The checkpoint is needed and gone.
+    """
+    programs = _programs(llm)
+    backbone, head = programs.backbone, programs.head
+    if _is_packed(backbone):
+        backbone, head = _unpacked(llm)
+    params = dict(zip(backbone.paths, backbone.leaves, strict=True))
+    params.update(zip(head.paths, head.leaves, strict=True))
+    return ModelFunction(
+        params=params,
+        vocab_size=programs.vocab_size,
+        max_model_len=llm.engine.max_model_len,
+        _backbone=backbone,
+        _head=head,
+        _serve=partial(_serve, llm),
+    )
+
+
+def log_probs(logits: Float[Array, "T V"], tokens: Int[Array, " T"]) -> Float[Array, " T_minus_1"]:
+    """Return the log-probability of each token but the first, given those before it."""
+    every = jax.nn.log_softmax(logits[:-1], axis=-1)
+    return jnp.take_along_axis(every, jnp.asarray(tokens)[1:, None], axis=1)[:, 0]
+
+
+def _serve(llm: LLM, params: Params, tokens: Sequence[int]) -> np.ndarray:
+    """Run one sequence through an engine of the same shapes, with pages for no more."""
+    programs = _programs(llm)
+    if _is_packed(programs.backbone):
+        raise NotImplementedError(
+            'as_served needs the weights as they are; load the model with kernels="xla"'
+        )
+    shapes = programs.config
+    pages = 1 + shapes.max_pages
+    shapes = dataclasses.replace(
+        shapes, num_pages=pages, num_window_pages=pages if shapes.windows else 0
+    )
+    config = dataclasses.replace(
+        llm.engine.config, num_pages=pages, num_window_pages=pages, enable_prefix_caching=False
+    )
+    model = programs.backbone(cast("tuple[jax.Array, ...]", programs.backbone.abstract))
+    runner = ModelRunner(model.config, model, params, programs.mesh, shapes)
+    engine = Engine(config, runner, vocab_size=programs.vocab_size, eos_token_ids=frozenset())
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    engine.add_request("replay", tokens, sampling, hooks=Hooks(capture=("logits",)))
+    chunks: list[CapturedChunk] = []
+    while engine.has_unfinished():
+        for output in engine.step():
+            chunks += output.captured
+    engine.close()
+    return Captures.join(chunks, ("logits",), len(tokens)).arrays["logits"]
+
+
+def _programs(llm: LLM) -> StepPrograms:
+    return cast("ModelRunner", llm.engine.runner).programs
+
+
+def _is_packed(backbone: PureModule) -> bool:
+    """Whether weights are in an order that only the C++ kernels know."""
+    return any(leaf.dtype == jnp.uint32 for leaf in backbone.leaves)
+
+
+def _unpacked(llm: LLM) -> tuple[PureModule, PureModule]:
+    """Read the model of a packed one again, as XLA multiplies it."""
+    from jaxinfer.model_source import ModelSource, load_model
+    from jaxinfer.models import family_of
+    from jaxinfer.sharding import make_mesh
+
+    config = llm.config
+    source = ModelSource.open(config.model)
+    model_config = family_of(source.config).translate(source.config)
+    model_config = model_config.for_length(llm.engine.max_model_len)
+    model, parameters = load_model(
+        source,
+        model_config,
+        make_mesh(),
+        jnp.dtype(config.dtype),
+        quantization=config.quantization,
+        kernels="xla",
+    )
+    head = PureModule.of(model.head(), parameters, rename=("projection", model.head_path))
+    return PureModule.of(model, parameters), head
+
+
+def _several(x: Any) -> tuple[Any, ...]:
+    return (x,) if isinstance(x, str | Edit | Change) else tuple(x)

@@ -1,0 +1,108 @@
+"""One request's logits, bit by bit, whatever happens around it and to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jaxinfer import SamplingParams, functional
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import ConfigError
+from jaxinfer.resolution import resolve
+from tests.engines import config_of
+from tests.research.models import golden, llm_of, prompt_of, tokens
+
+SETTINGS = {"deterministic": True, "buckets": (), "page_size": 8}
+PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, detokenize=False)
+
+
+def strangers(count: int) -> list[list[int]]:
+    rng = np.random.default_rng(count)
+    return [rng.integers(3, 300, size=n).tolist() for n in rng.integers(2, 50, size=count)]
+
+
+def logits_in(llm, ids, others, params=PARAMS):
+    """Return the logits and tokens of `ids`, in the middle of others."""
+    half = len(others) // 2
+    prompts = [*others[:half], ids, *others[half:]]
+    output = llm.generate(prompts, params, capture="logits")[half]
+    return output.captures["logits"], output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"), [("llama3", "xla"), ("llama3", "cpu"), ("gemma2", "xla")]
+)
+def test_logits_are_bitwise_those_of_the_request_alone(name, kernels):
+    """In batches of all sizes, which cut its prompt anywhere, and from a prefix cache."""
+    ids = prompt_of(name, "long")
+    with llm_of(name, kernels=kernels, num_pages=256, **SETTINGS) as llm:
+        alone, ids_alone = logits_in(llm, ids, [])
+        n = len(ids)
+        np.testing.assert_allclose(alone[:n], golden(name, "long_logits"), atol=5e-4)
+        for count in (1, 5, 20):
+            logits, ids_among = logits_in(llm, ids, strangers(count))
+            assert ids_among == ids_alone
+            np.testing.assert_array_equal(logits, alone)
+        # Captures compute a prompt again; logprobs of sampled tokens tell of cached pages.
+        params = SamplingParams(
+            temperature=0.8, seed=7, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=5
+        )
+        cold, warm = (llm.generate([ids], params)[0] for _ in range(2))
+        assert warm.num_cached_tokens
+        assert cold.outputs[0].logprobs == warm.outputs[0].logprobs
+        greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
+        first, _ = logits_in(llm, ids, [], greedy)
+        second, _ = logits_in(llm, ids, strangers(7), greedy)
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(first[:n], alone[:n])
+
+
+def test_logits_are_bitwise_the_same_after_preemption():
+    ids = prompt_of("llama3", "long")
+    with llm_of("llama3", num_pages=256, **SETTINGS) as roomy:
+        alone, ids_alone = logits_in(roomy, ids, [])
+    with llm_of("llama3", num_pages=20, **SETTINGS) as narrow:
+        rivals = [[t + 1 for t in ids], [t + 2 for t in ids]]
+        outputs = narrow.generate([*rivals, ids], PARAMS, capture="logits")
+        assert narrow.stats.num_preemptions
+    assert tokens(outputs)[2] == ids_alone
+    np.testing.assert_array_equal(outputs[2].captures["logits"], alone)
+
+
+def test_without_the_setting_logits_do_depend_on_neighbours():
+    """Else the tests above would prove nothing."""
+    ids = prompt_of("llama3", "long")
+    with llm_of("llama3", (4, 32), num_pages=256, max_num_seqs=32) as llm:
+        alone, _ = logits_in(llm, ids, [])
+        among, _ = logits_in(llm, ids, strangers(20))
+    assert np.abs(among - alone).max() < 1e-3
+    assert (among != alone).any()
+
+
+def test_training_and_serving_agree_bit_by_bit():
+    """The log-probabilities that a request reported, from the parameters alone."""
+    ids = prompt_of("llama3")
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=10, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    with llm_of("llama3", num_pages=256, **SETTINGS) as llm:
+        f = functional(llm)
+        outputs = llm.generate([*strangers(4), ids], params, capture="logits")
+        sample = outputs[-1].outputs[0]
+        replayed = f.as_served(f.params, [*ids, *sample.token_ids[:-1]])
+        doubled = {path: x * 1.01 for path, x in f.params.items()}
+        other = f.as_served(doubled, ids)
+    np.testing.assert_array_equal(replayed, sample.captures["logits"])
+    assert np.abs(other - replayed[: len(ids)]).max() > 1e-3
+    reported = [e[t].logprob for t, e in zip(sample.token_ids, sample.logprobs, strict=True)]
+    last = replayed[len(ids) - 1 :].astype(np.float64)
+    exact = last - np.log(np.exp(last - last.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    exact -= last.max(-1, keepdims=True)
+    np.testing.assert_allclose(
+        reported, exact[np.arange(len(last)), sample.token_ids], rtol=0, atol=2e-6
+    )
+
+
+def test_experts_are_refused_by_name():
+    with pytest.raises(ConfigError, match="mixtures of experts"):
+        resolve(EngineConfig(deterministic=True, max_model_len=64), config_of("mixtral"))
