@@ -122,13 +122,13 @@ def default_prefill_tiles(key: TileKey) -> PrefillTiles:
     """
     sizes = partial(PrefillTiles, num_warps=8, num_stages=2)
     wide = key.head_dim > 128
+    # Pages of one byte are converted in registers, which then are missing elsewhere.
+    scaled = key.kv_dtype in SCALED_DTYPES
     if "float32" in (key.dtype, key.kv_dtype):
         # Multiplied in three passes, from operands that are split in registers.
         rows = 32 if wide and key.kv_dtype == key.dtype else 16
-        return sizes(block_q=rows, block_k=16, num_warps=8 if wide else 4, num_stages=1)
+        return sizes(block_q=rows, block_k=16, num_warps=8 if wide or scaled else 4, num_stages=1)
     block_q = 64 if wide or key.generation == "sm_80" else 128
-    # Pages of one byte are converted in registers, which then are missing elsewhere.
-    scaled = key.kv_dtype in SCALED_DTYPES
     small = scaled or (wide and key.generation != "sm_90") or key.generation == "sm_120"
     if key.head_dim == 192 and key.generation != "sm_90":
         # Computed as 128 + 64: pointers of both.
@@ -141,7 +141,8 @@ def default_decode_tiles(key: TileKey) -> DecodeTiles:
     block_k = 64 if key.head_dim <= 128 else 32
     if key.dtype == "float32":
         block_k //= 2
-    return DecodeTiles(block_k=block_k, num_splits=16, num_warps=4, num_stages=2)
+    num_warps = 8 if key.head_dim > 128 and key.kv_dtype in SCALED_DTYPES else 4
+    return DecodeTiles(block_k=block_k, num_splits=16, num_warps=num_warps, num_stages=2)
 
 
 def measured(kernel: Kernel, key: TileKey) -> Tiles | None:

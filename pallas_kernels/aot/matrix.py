@@ -18,10 +18,11 @@ from jax.sharding import Mesh
 from pallas_kernels.aot.case import NARROW, WIDE, Case, Program
 from pallas_kernels.aot.chips import CHIPS
 from pallas_kernels.attention import paged_attention
-from pallas_kernels.capability import FLOAT_DTYPES, SCALED_DTYPES
+from pallas_kernels.capability import FLOAT_DTYPES, SCALED_DTYPES, device_of
 from pallas_kernels.kv_pages import KVPages, has_scales
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.ragged_batch import RaggedBatch
+from pallas_kernels.tiles import TileKey, decode_tiles
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 NUM_TOKENS, NUM_ROWS, MAX_PAGES, NUM_PAGES, PAGE_SIZE = 512, 16, 512, 4096, 16
@@ -156,7 +157,38 @@ def cases() -> list[Case]:
     adorned = [replace(a, window=1024, softcap=30.0, sinks=True, group=8) for a in plain]
     attention = {a.name: a for a in (*plain, *adorned)}
     attention |= {a.name: replace(a, default=True) for a in covering}
-    return [*(a.case() for a in attention.values()), *(_write(dtype) for dtype in pages)]
+    return [
+        *(a.case() for a in attention.values()),
+        *(_several_tokens(dtype, H) for dtype in FLOAT_DTYPES for H in HEAD_DIMS),
+        *(_write(dtype) for dtype in pages),
+    ]
+
+
+def _several_tokens(dtype: str, H: int) -> Case:
+    """Decode of rows with up to 8 tokens each, as speculative decoding verifies them."""
+    is_default = (dtype, H) == ("bfloat16", 128)
+    K, group = 4, 4 if is_default else 8
+
+    def build(mesh: Mesh) -> Program:
+        q = jax.ShapeDtypeStruct((NUM_TOKENS, K * group, H), jnp.dtype(dtype))
+        pages = abstract_pages(dtype, K, H)
+        # Loaded late, like every kernel.
+        from pallas_kernels.triton.decode import paged_decode
+
+        generation = device_of(mesh.devices.flat[0]).generation
+        assert generation is not None
+        tiles = decode_tiles(TileKey.of(generation, H, dtype, dtype))
+        function = partial(paged_decode, scale=H**-0.5, max_query_len=8, tiles=tiles)
+        return Program(function, (q, pages.k_pages, pages.v_pages, abstract_batch()))
+
+    return Case(
+        name=f"decode of 8 tokens, {dtype}, H {H}, G {group}",
+        build=build,
+        kernels=(DECODE, COMBINE),
+        # 64 rows fill a warpgroup where it has four warps for itself, which varies.
+        matrix={DECODE: NARROW} if is_default else {},
+        default=is_default,
+    )
 
 
 def _write(kv_dtype: str | None) -> Case:

@@ -25,6 +25,10 @@ LOG2E = 1.4426950408889634
 NO_KEY = -1e30
 """Maximum of no scores. Finite, so that the difference of two is no NaN."""
 
+MAX_FLOAT32_PART = 64
+"""Numbers of a head in one product of float32, whose operands are split in registers: with more
+they do not fit there."""
+
 COMBINED = 16
 """Splits that are added up in one go. Fixed, and so is the order of all additions."""
 
@@ -173,11 +177,17 @@ def _attend(
     d = iota(shape.padded_dim)
     in_head = (d < shape.head_dim)[None, :]
     dtype, v_dtype = (f(q_ref.dtype, k_ref.dtype) for f in (product_dtype, value_dtype))
-    q = load(
-        q_ref,
-        ((row.first_token + tile.tokens)[:, None], tile.heads[:, None], d[None, :]),
-        mask=tile.used[:, None] & in_head,
-    ).astype(dtype)  # [M, H]
+    width = min(shape.padded_dim, MAX_FLOAT32_PART if dtype == jnp.float32 else shape.padded_dim)
+    parts = [start + iota(width) for start in range(0, shape.padded_dim, width)]
+    rows = ((row.first_token + tile.tokens)[:, None], tile.heads[:, None])
+    queries = [
+        load(
+            q_ref,
+            (*rows, part[None, :]),
+            mask=tile.used[:, None] & (part < shape.head_dim)[None, :],
+        ).astype(dtype)
+        for part in parts
+    ]  # [M, width] each
     positions = row.seq_len - row.num_tokens + tile.tokens
 
     def body(block, carry):
@@ -187,10 +197,13 @@ def _attend(
         seen = (s >= row.oldest) & (s < row.seq_len)
         pages = load(table_ref, (row.index, s // shape.page_size), mask=seen)
         pages, slots = jnp.clip(pages, 0, shape.num_pages - 1), s % shape.page_size
-        block_index = (pages[:, None], head, slots[:, None], d[None, :])
-        in_block = seen[:, None] & in_head
-        k = load(k_ref, block_index, mask=in_block).astype(dtype)  # [block_k, H]
-        scores = backend.dot(q, k, trans_b=True, interpret=shape.interpret) * shape.scale
+        slots_of = (pages[:, None], head, slots[:, None])
+        scores = jnp.zeros((shape.padded_rows, shape.block_k), jnp.float32)
+        for part, q in zip(parts, queries, strict=True):
+            mask = seen[:, None] & (part < shape.head_dim)[None, :]
+            k = load(k_ref, (*slots_of, part[None, :]), mask=mask).astype(dtype)  # [block_k, width]
+            scores += backend.dot(q, k, trans_b=True, interpret=shape.interpret)
+        scores *= shape.scale
         if k_scales_ref is not None:
             scores *= load(k_scales_ref, (pages, head, slots), mask=seen)[None, :]
         if shape.logit_softcap is not None:
@@ -206,7 +219,7 @@ def _attend(
         new_sum = old_sum * rescale + weights.sum(1)
         if v_scales_ref is not None:
             weights *= load(v_scales_ref, (pages, head, slots), mask=seen)[None, :]
-        v = load(v_ref, block_index, mask=in_block).astype(v_dtype)
+        v = load(v_ref, (*slots_of, d[None, :]), mask=seen[:, None] & in_head).astype(v_dtype)
         product = backend.dot(weights.astype(v_dtype), v, interpret=shape.interpret)
         return acc * rescale[:, None] + product, new_max, new_sum
 
