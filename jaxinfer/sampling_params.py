@@ -34,6 +34,7 @@ class SamplingParams:
         presence_penalty: Subtracted once from a token that the output already holds, in [-2, 2].
         frequency_penalty: Subtracted once per occurrence in the output, in [-2, 2].
         seed: The same seed gives the same tokens alone, in a batch, after preemption or restart.
+            -1 is none, as in vLLM and llama.cpp.
         stop: Strings that end the text; not part of it unless `include_stop_str_in_output`.
         stop_token_ids: Token ids that end the output like an end-of-sequence token.
         ignore_eos: Go on after the model's own end-of-sequence tokens.
@@ -89,6 +90,7 @@ class SamplingParams:
         _plain_numbers(self)
         _check_ranges(self)
         put = object.__setattr__
+        put(self, "seed", None if self.seed == -1 else self.seed)
         put(self, "stop", _stop_strings(self.stop))
         put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
         put(self, "logprob_token_ids", _ids("logprob_token_ids", self.logprob_token_ids))

@@ -52,7 +52,8 @@ SAMPLING: Mapping[str, Fate] = {
         meaning="Subtracted once per occurrence in the output, in [-2, 2]."
     ),
     "seed": Implemented(
-        meaning="The same seed gives the same tokens alone, in a batch, after a restart."
+        meaning="The same seed gives the same tokens alone, in a batch, after a restart; -1 is "
+        "none."
     ),
     "stop": Implemented(meaning="A string or strings that end the text and are not part of it."),
     "stop_token_ids": Implemented(meaning="Tokens that end the output like an end-of-sequence."),

@@ -270,6 +270,7 @@ def test_seed_repeats_and_no_seed_varies(server):
 
     assert draw(seed=11) == draw(seed=11) != draw(seed=12)
     assert draw() != draw()
+    assert draw(seed=-1) != draw(seed=-1)  # no seed, as llama.cpp's clients say it
 
 
 def test_null_means_the_default(server):

@@ -47,12 +47,14 @@ n_predict n_cmpl cache_prompt id_slot n_probs min_keep samplers repeat_penalty r
 typical_p dry_multiplier dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
 xtc_probability xtc_threshold mirostat mirostat_tau mirostat_eta dynatemp_range dynatemp_exponent
 grammar json_schema t_max_predict_ms n_keep return_tokens timings_per_token return_progress
-post_sampling_probs response_fields lora sse_ping_interval
+post_sampling_probs response_fields lora sse_ping_interval top_n_sigma adaptive_target
+adaptive_decay n_indent n_cache_reuse
 """
 # As vLLM and llama.cpp document them.
 KNOWN = {
     "completions": f"{SAMPLING} {LLAMA_CPP} prompt best_of suffix prompt_embeds",
-    "chat": f"""{SAMPLING} {LLAMA_CPP} {TEMPLATE} reasoning_format max_completion_tokens
+    "chat": f"""{SAMPLING} {LLAMA_CPP} {TEMPLATE} reasoning_format reasoning_control
+    max_completion_tokens
     top_logprobs tool_choice parallel_tool_calls reasoning_effort include_reasoning documents
     return_prompt_text""",
     "responses": """input instructions max_output_tokens max_tool_calls model metadata include
