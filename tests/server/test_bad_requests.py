@@ -184,6 +184,7 @@ BAD_CHATS = [
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
         "messages[0].tool_calls",
     ),
+    ({"messages": MESSAGES * 10_001}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 600_000}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
