@@ -1,9 +1,8 @@
 """Text in, text out, for many callers at once: one thread steps the engine, asyncio waits for it.
 
 Three parties. *Callers* live on event loops, any number of them: they check and encode a request,
-post a command, and read their `Generation`. The *engine thread* alone touches the engine and the
-`OutputProcessor`: it carries out commands between two steps and sleeps while there is nothing to
-do. A small *pool* encodes long texts, so that no event loop waits for a tokenizer.
+submit it, and read their `Generation`. The *engine thread* (`engine_thread`) alone touches the
+engine. A small *pool* encodes long texts, so that no event loop waits for a tokenizer.
 
 Nothing is queued per token: the engine thread adds to the request's `Generation` and wakes its
 reader, who takes all that has come. A slow reader gets larger pieces and costs no memory.
@@ -13,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
-import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -24,26 +21,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxinfer.engine_thread import EngineThread
 from jaxinfer.generation import Generation
 from jaxinfer.input_processor import InputProcessor, Prompt, default_sampling_params
 from jaxinfer.metrics import EngineStats, RequestObserver
-from jaxinfer.output_processor import OutputProcessor
 from jaxinfer.outputs import RequestOutput
-from jaxinfer.request import FinishReason, Pooling
+from jaxinfer.request import Pooling
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxinfer.loading import LoadedModel
 
-logger = logging.getLogger(__name__)
-
 # Characters (or token ids) from which encoding leaves the event loop. Empirical: a few thousand
 # characters take about a millisecond, a hop to the pool and back a tenth of one.
 _LONG = 4096
-# A step in flight is waited for at shutdown, but not for ever.
-_LAST_STEP_TIMEOUT_S = 60.0
 
 
 class AsyncEngine:
@@ -78,18 +70,8 @@ class AsyncEngine:
             max_logprobs=loaded.config.max_logprobs,
             seed=loaded.config.seed,
         )
-        self._outputs = OutputProcessor(observer)
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jaxinfer-encode")
-        # Guards what follows; the engine thread waits on it.
-        self._work = threading.Condition()
-        self._commands: list[Callable[[], None]] = []
-        self._live: dict[str, Generation] = {}
-        # Whose readers want to hear of their prompt's progress; the engine thread's own.
-        self._watched: list[Generation] = []
-        self._closing = False
-        self._dead: BaseException | None = None
-        self._busy_since: float | None = None
-        self._thread = threading.Thread(target=self._run, name="jaxinfer-engine", daemon=True)
+        self._thread = EngineThread(loaded.engine, observer)
         self._thread.start()
         # A daemon thread that is inside the device runtime when Python ends crashes the process.
         atexit.register(self.shutdown)
@@ -114,7 +96,7 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         """Whether requests are served: neither broken nor shut down."""
-        return self._dead is None and not self._closing and self._thread.is_alive()
+        return self._thread.serves
 
     @property
     def stats(self) -> EngineStats:
@@ -124,13 +106,12 @@ class AsyncEngine:
     @property
     def num_live_requests(self) -> int:
         """Requests accepted and not yet ended."""
-        return len(self._live)
+        return self._thread.num_live_requests
 
     @property
     def stalled_s(self) -> float:
         """Seconds since the last sign of progress while there is work; 0 when idle."""
-        since = self._busy_since
-        return 0.0 if since is None else time.monotonic() - since
+        return self._thread.stalled_s
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the model's makers recommend."""
@@ -172,7 +153,7 @@ class AsyncEngine:
             QueueFullError: Too many requests wait.
             EngineDeadError: The engine broke, now or before, or was shut down.
         """
-        self._check_alive()
+        self._thread.check_serves()
         arrival_time = time.monotonic()
         params = self._defaults if params is None else params
         request_id = f"req-{uuid.uuid4().hex}" if request_id is None else request_id
@@ -198,7 +179,7 @@ class AsyncEngine:
             progress=progress,
             notify=bell.ring,
         )
-        self._submit(generation)
+        self._thread.submit(generation)
         finished = False
         try:
             while not finished:
@@ -273,7 +254,7 @@ class AsyncEngine:
         Raises:
             InvalidRequestError: There is no chat template, or it cannot render these messages.
         """
-        self._check_alive()
+        self._thread.check_serves()
         return await self._off_loop(partial(self._inputs.chat_prompt, messages, **template))
 
     async def encode(self, text: str, **options: Any) -> list[int]:
@@ -292,7 +273,7 @@ class AsyncEngine:
 
         Callable from any thread; an unknown id is no error, for the request may just have ended.
         """
-        self._post(partial(self._abort, request_id))
+        self._thread.abort(request_id)
 
     def shutdown(self, drain_timeout_s: float = 0.0) -> None:
         """Refuse new requests, give running ones that long, abort the rest, stop the thread.
@@ -300,152 +281,16 @@ class AsyncEngine:
         Blocks; on an event loop, call it through `asyncio.to_thread`. A second call is harmless.
         """
         atexit.unregister(self.shutdown)
-        with self._work:
-            self._closing = True
-            self._work.notify()
-        if self._thread is threading.current_thread():
-            return
-        self._thread.join(drain_timeout_s)
-        if self._thread.is_alive():
-            with self._work:
-                running = list(self._live)
-            for request_id in running:
-                self.abort(request_id)
-            self._thread.join(_LAST_STEP_TIMEOUT_S)
-        if self._thread.is_alive():
-            logger.error("the engine thread is still in a step after %s s", _LAST_STEP_TIMEOUT_S)
+        self._thread.shutdown(drain_timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    # On the callers' threads.
-
-    def _check_alive(self) -> None:
-        if self._dead is not None:
-            raise _dead_error(self._dead)
-        if self._closing:
-            raise EngineDeadError("the engine was shut down; build a new one")
 
     async def _off_loop(self, function: Callable[[], Any]) -> Any:
         try:
             future = self._pool.submit(function)
         except RuntimeError:
-            self._check_alive()
+            self._thread.check_serves()
             raise
         return await asyncio.wrap_future(future)
-
-    def _submit(self, generation: Generation) -> None:
-        with self._work:
-            self._check_alive()
-            if generation.request_id in self._live:
-                raise InvalidRequestError(
-                    f"request_id {generation.request_id!r:.80} is in use by a live request; "
-                    "choose another",
-                    "request_id",
-                )
-            self._live[generation.request_id] = generation
-            self._commands.append(partial(self._add, generation))
-            self._work.notify()
-
-    def _post(self, command: Callable[[], None]) -> None:
-        with self._work:
-            self._commands.append(command)
-            self._work.notify()
-
-    # On the engine thread.
-
-    def _run(self) -> None:
-        try:
-            while self._wait_for_work():
-                self._carry_out_commands()
-                if self._engine.has_unfinished():
-                    self._step()
-                self._busy_since = time.monotonic() if self._engine.has_unfinished() else None
-                if self._busy_since is None:
-                    self._engine.check_integrity()
-        except BaseException as error:  # readers must hear of it, whatever it is
-            self._die(error)
-        finally:
-            self._engine.close()
-
-    def _wait_for_work(self) -> bool:
-        """Sleep until there is something to do; return False when there never will be."""
-        with self._work:
-            while not self._commands and not self._engine.has_unfinished():
-                if self._closing:
-                    return False
-                self._work.wait()
-        return True
-
-    def _carry_out_commands(self) -> None:
-        with self._work:
-            commands, self._commands = self._commands, []
-        for command in commands:
-            command()
-
-    def _step(self) -> None:
-        self._busy_since = time.monotonic()
-        touched, to_abort = self._outputs.process(self._engine.step())
-        for sample_id in to_abort:
-            self._engine.abort(sample_id, FinishReason.STOP)
-        for generation in touched:
-            if generation.finished:
-                self._forget(generation)
-            generation.tell()
-        if self._watched:
-            self._tell_progress()
-
-    def _tell_progress(self) -> None:
-        self._watched = [g for g in self._watched if g.wants_progress]
-        for generation in self._watched:
-            sample_id = generation.prepared.sample_id(0)
-            num_computed_tokens = self._engine.num_computed_tokens(sample_id)
-            if num_computed_tokens:
-                generation.note_progress(num_computed_tokens)
-                generation.tell()
-
-    def _add(self, generation: Generation) -> None:
-        """Hand a request to the engine, all samples or none."""
-        added = []
-        try:
-            for sample in generation.samples:
-                request = generation.prepared.engine_request(sample.index)
-                self._engine.add_request(**request)
-                added.append(request["request_id"])
-        except (InvalidRequestError, QueueFullError) as error:
-            for sample_id in added:
-                self._engine.abort(sample_id)
-            self._forget(generation)
-            generation.fail(error)
-        else:
-            self._outputs.add(generation)
-            if generation.wants_progress:
-                self._watched.append(generation)
-
-    def _abort(self, request_id: str) -> None:
-        generation, sample_ids = self._outputs.abort(request_id)
-        if generation is None:
-            return
-        for sample_id in sample_ids:
-            self._engine.abort(sample_id)
-        self._forget(generation)
-        generation.tell()
-        logger.info(
-            "aborted request %s after %d tokens", request_id, generation.num_generation_tokens
-        )
-
-    def _forget(self, generation: Generation) -> None:
-        with self._work:
-            self._live.pop(generation.request_id, None)
-
-    def _die(self, error: BaseException) -> None:
-        logger.critical("the engine broke and stops serving", exc_info=error)
-        with self._work:
-            self._dead = error
-            waiting, self._live = list(self._live.values()), {}
-            self._commands.clear()
-        self._busy_since = None
-        for generation in waiting:
-            self._outputs.remove(generation)
-            generation.fail(_dead_error(error))
 
 
 class _Bell:
@@ -481,12 +326,3 @@ def _is_long(prompt: Any) -> bool:
     if isinstance(prompt, Mapping):
         return any(_is_long(value) for value in prompt.values() if not isinstance(value, Mapping))
     return hasattr(prompt, "__len__") and len(prompt) > _LONG
-
-
-def _dead_error(cause: BaseException) -> EngineDeadError:
-    error = EngineDeadError(
-        f"the engine broke and serves nothing more ({type(cause).__name__}: {cause}); "
-        "the log has the traceback; restart it"
-    )
-    error.__cause__ = cause
-    return error

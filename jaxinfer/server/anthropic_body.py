@@ -10,6 +10,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.body_fields import RequestBody, check_template_kwargs, sampling_params
+from jaxinfer.server.messages import MAX_MESSAGES, check_num_messages
 
 _ROLES = ("user", "assistant", "system")
 _TEXT_BLOCK: dict[str, Any] = {
@@ -23,6 +24,7 @@ _TEXT: dict[str, Any] = {
 _MESSAGES: dict[str, Any] = {
     "type": "array",
     "minItems": 1,
+    "maxItems": MAX_MESSAGES,
     "items": {
         "type": "object",
         "required": ["role", "content"],
@@ -52,6 +54,7 @@ def _text(value: Any, where: str) -> str:
 def _messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise InvalidRequestError("messages must be a non-empty list of messages", "messages")
+    check_num_messages(value)
     messages = []
     for i, message in enumerate(value):
         where = f"messages[{i}]"

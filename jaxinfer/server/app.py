@@ -78,10 +78,13 @@ async def _answer(state: ServerState, call: type[Call], request: Request) -> Res
     raw = await read_json(request, state.options.max_body_bytes)
     parse = partial(_parse, raw, call.schema)
     if len(raw) > LONG_BODY_BYTES:
-        fields, body, spelled = await asyncio.to_thread(parse)
+        # One at a time: each may take a hundred megabytes for a while.
+        async with state.long_bodies:
+            names, body, spelled = await asyncio.to_thread(parse)
     else:
-        fields, body, spelled = parse()
-    state.unknown_fields.note(fields, FATES[call.schema.endpoint])
+        names, body, spelled = parse()
+    del raw, parse
+    state.unknown_fields.note(names, FATES[call.schema.endpoint])
     model.check_name(body.model)
     state.streams.take(body, request.state)
     request_id = choose_request_id(request.headers.get("x-request-id"), body.request_id)
@@ -101,14 +104,12 @@ async def _answer(state: ServerState, call: type[Call], request: Request) -> Res
         raise renamed(error, spelled) from None
 
 
-def _parse(
-    raw: bytes, schema: type[RequestBody]
-) -> tuple[dict[str, Any], RequestBody, dict[str, str]]:
-    """Return a body's fields as they came, as they are understood, and what stands for what."""
+def _parse(raw: bytes, schema: type[RequestBody]) -> tuple[list[str], RequestBody, dict[str, str]]:
+    """Return a body's fields by name, as they are understood, and what stands for what."""
     fields = parse_json_object(raw)
     translated, spelled = translate(fields, FATES[schema.endpoint])
     try:
-        return fields, schema.model_validate(translated), spelled
+        return list(fields), schema.model_validate(translated), spelled
     except ValidationError as error:
         raise renamed(invalid_request(error), spelled) from None
 

@@ -23,8 +23,13 @@ from jaxinfer.errors import InvalidRequestError
 MAX_INTEGER_DIGITS = 20
 # Deeper than any real request (a JSON schema in a tool), far from the interpreter's own limit.
 MAX_DEPTH = 64
+# A parsed value takes up to 30 times its text: 32 MiB of `[],[],…` are a gigabyte, and Python's
+# collector stops everybody for seconds to look at it. A million token ids are more than any prompt.
+MAX_VALUES = 2**20
 DRAIN_BYTES = 64 * 2**20
 DRAIN_TIMEOUT_S = 5.0
+# Ends at the end of the text if need be, for what is no string must not be looked at twice.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -53,6 +58,10 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         raise InvalidRequestError("The body is not valid UTF-8") from None
+    if _has_more_values(raw, MAX_VALUES):
+        raise InvalidRequestError(
+            f"The body holds more than {MAX_VALUES} values; send it in several requests"
+        )
     reader = _Reader()
     try:
         body = reader.decode(text)
@@ -106,6 +115,23 @@ async def _drain(request: Request) -> None:
                     return
     except TimeoutError:
         return
+
+
+def _has_more_values(raw: bytes, most: int) -> bool:
+    """Whether a JSON text holds more than so many values, told by its commas and brackets."""
+    if _num_marks(raw, 0, len(raw)) <= most:
+        return False
+    count, end = 0, 0
+    for string in _STRING.finditer(raw):
+        count += _num_marks(raw, end, string.start())
+        if count > most:
+            return True
+        end = string.end()
+    return count + _num_marks(raw, end, len(raw)) > most
+
+
+def _num_marks(raw: bytes, start: int, end: int) -> int:
+    return sum(raw.count(mark, start, end) for mark in (b",", b"[", b"{"))
 
 
 @dataclass(frozen=True)

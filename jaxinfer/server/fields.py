@@ -10,7 +10,7 @@ with nulls and defaults.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,9 +122,9 @@ class UnknownFieldLog:
         self._warn = warn
         self._seen: set[str] = set()
 
-    def note(self, body: Mapping[str, Any], fates: Mapping[str, Fate]) -> None:
+    def note(self, names: Iterable[str], fates: Mapping[str, Fate]) -> None:
         """Warn of the fields that are in no row of the table."""
-        for name in body:
+        for name in names:
             if name in fates or len(self._seen) >= self.MAX_NAMES:
                 continue
             short = name[: self.MAX_NAME_CHARS]

@@ -11,12 +11,15 @@ from jaxinfer.errors import InvalidRequestError
 
 # `developer` is OpenAI's newer word for `system`, and templates know only the older one.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+# Rendering more takes seconds, for which other conversations wait.
+MAX_MESSAGES = 10_000
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _UNSUPPORTED = ("tool_calls", "function_call", "tool_call_id", "audio")
 # For the OpenAPI document; `to_template_messages` says more.
 MESSAGES_SCHEMA: dict[str, Any] = {
     "type": "array",
     "minItems": 1,
+    "maxItems": MAX_MESSAGES,
     "items": {
         "type": "object",
         "required": ["role", "content"],
@@ -55,7 +58,20 @@ def to_template_messages(value: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(value, list) or not value:
         raise InvalidRequestError("messages must be a non-empty list of messages", "messages")
+    check_num_messages(value)
     return [_message(message, f"messages[{i}]") for i, message in enumerate(value)]
+
+
+def check_num_messages(messages: list[Any]) -> None:
+    """Refuse a conversation that takes too long to render, whether or not it may be cut.
+
+    Raises:
+        InvalidRequestError: `param` is "messages".
+    """
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages may hold {MAX_MESSAGES} messages, got {len(messages)}", "messages"
+        )
 
 
 def _message(message: Any, where: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import hashlib
 import time
@@ -49,6 +50,7 @@ class ServerState:
         num_in_flight: Requests with a body that are being answered; the event loop's own.
         streams: Counts those of them that are open streams; the event loop's own.
         deadlines: Ends requests in time; the event loop's own.
+        long_bodies: Held while one is parsed; the event loop's own.
         tracer: Hears of every API request.
 
     Raises:
@@ -62,6 +64,7 @@ class ServerState:
         self.num_in_flight = 0
         self.streams = StreamSlots(self.options.max_concurrent_streams)
         self.deadlines = Deadlines(self.options.request_timeout_s)
+        self.long_bodies = asyncio.Semaphore()
         self.tracer = make_tracer(self.options.otlp_traces_endpoint)
         self._watchdogs: list[Watchdog] = []
         self._serving: tuple[ServedModel, ServerMetrics] | None = None

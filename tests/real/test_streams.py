@@ -68,7 +68,7 @@ async def idle(engine: AsyncEngine) -> None:
     loop = asyncio.get_running_loop()
     while True:
         answer = loop.create_future()
-        engine._post(
+        engine._thread.post(
             lambda answer=answer: loop.call_soon_threadsafe(
                 answer.set_result, engine._engine.has_unfinished()
             )

@@ -178,6 +178,7 @@ BAD_BODIES = (
     b"",
     b"null",
     b'{"prompt": ' + json.dumps(["x" * 100] * 20_000).encode() + b"}",
+    b'{"prompt": "Hi", "x": [' + b"[]," * 1_100_000 + b"0]}",
     b'{"messages": 5, "prompt": {"a": [1, {"b": [[[]]]}]}}',
 )
 

@@ -11,7 +11,9 @@ import pytest
 
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.chat_template import ChatTemplate
+from jaxinfer.errors import InvalidRequestError
 from jaxinfer.input_processor import InputProcessor
+from jaxinfer.server.body import MAX_VALUES, parse_json_object
 from jaxinfer.server.call import Call
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.tokenizer import Tokenizer
@@ -182,6 +184,7 @@ BAD_CHATS = [
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
         "messages[0].tool_calls",
     ),
+    ({"messages": MESSAGES * 10_001}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
     ({"messages": [{"role": "user", "content": "a" * 600_000}]}, "messages"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -376,6 +379,22 @@ def test_what_is_no_strict_json_value_is_named_by_its_field(server, fields, para
     response = server.post(COMPLETIONS, b'{"prompt": "Hi", ' + fields + b"}")
     assert_error(response, 400, param)
     server.assert_works()
+
+
+@pytest.mark.parametrize("unit", [b"[]", b'{"a":0}', b'","'])
+def test_a_body_of_more_values_than_anybody_needs_is_refused_unread(server, unit):
+    raw = b'{"prompt": "Hi", "x": [' + b",".join([unit] * (MAX_VALUES + 1)) + b"]}"
+    assert "values" in assert_error(server.post(COMPLETIONS, raw), 400, None)["message"]
+    server.assert_works()
+
+
+@pytest.mark.parametrize("text", ["[{,", '\\"[,', '\\\\\\"{,', ",[\n"])
+def test_marks_inside_strings_are_no_values(text):
+    raw = json.dumps({"prompt": text * MAX_VALUES, "n": [1, 2]}).encode()
+    assert parse_json_object(raw)["prompt"] == text * MAX_VALUES
+    # As fast without an end: at each quote, a scan to the end would be one for each quote.
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        parse_json_object(raw[: -len('", "n": [1, 2]}')])
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])

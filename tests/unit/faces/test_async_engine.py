@@ -52,7 +52,7 @@ async def until(engine, condition):
     loop = asyncio.get_running_loop()
     while True:
         reached = loop.create_future()
-        engine._post(lambda: loop.call_soon_threadsafe(reached.set_result, condition()))  # noqa: B023
+        engine._thread.post(lambda: loop.call_soon_threadsafe(reached.set_result, condition()))  # noqa: B023
         if await reached:
             return
 
@@ -234,7 +234,7 @@ def test_a_forgotten_stream_is_aborted():
         async for _ in engine.generate("hi", LONG, "forgotten"):
             break
         gc.collect()
-        while not engine._commands:  # the event loop closes the stream in its next rounds
+        while not engine._thread._commands:  # the event loop closes the stream in its next rounds
             await asyncio.sleep(0)
         gate.open()
         await until(engine, lambda: not fake.live)
@@ -260,8 +260,8 @@ def test_a_hundred_cancelled_streams_leave_nothing():
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await until(engine, lambda: not fake.live)
-        assert engine.num_live_requests == 0 and engine._outputs.num_requests == 0
-        assert not engine._outputs._samples
+        assert engine.num_live_requests == 0 and engine._thread._outputs.num_requests == 0
+        assert not engine._thread._outputs._samples
         assert (await whole(engine)).text
 
     fake = FakeEngine()
@@ -395,7 +395,7 @@ def test_shutdown_drains_or_aborts_and_refuses_what_comes_later(drain):
         with pytest.raises(EngineDeadError, match="shut down"):
             await whole(engine)
         if not drain:
-            while not engine._commands:  # the abort is posted while the step is in flight
+            while not engine._thread._commands:  # the abort is posted while the step is in flight
                 await asyncio.sleep(0)
         gate.open()
         output = await running
