@@ -59,10 +59,15 @@ def cli() -> str:
     from jaxinfer.cli import app
 
     parts = []
-    names = [command.name or command.callback.__name__ for command in app.registered_commands]
+    groups = [("", app), *((f"{g.name} ", g.typer_instance) for g in app.registered_groups)]
+    names = [
+        prefix + (command.name or command.callback.__name__)
+        for prefix, group in groups
+        for command in group.registered_commands
+    ]
     for name in names:
         shown = CliRunner().invoke(
-            app, [name, "--help"], env={"COLUMNS": "100"}, prog_name="jaxinfer"
+            app, [*name.split(), "--help"], env={"COLUMNS": "100"}, prog_name="jaxinfer"
         )
         assert shown.exit_code == 0, shown.output
         parts.append(f"## {name}\n\n```text\n{shown.output.strip()}\n```")

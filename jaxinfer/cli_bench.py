@@ -131,7 +131,10 @@ def serve(
     """
     from contextlib import nullcontext
 
-    from jaxinfer.bench.load import Target
+    try:
+        from jaxinfer.bench.load import Target
+    except ImportError as error:
+        raise ConfigError('the client needs httpx: pip install "jaxinfer[bench]"') from error
     from jaxinfer.bench.serve import Objective, run_serve, serve_table
     from jaxinfer.bench.server_process import own_server
     from jaxinfer.bench.workload import Workload

@@ -122,8 +122,9 @@ class BatchLayout:
             views["query_start_loc"][i + 1] = token = end
         views["query_start_loc"][len(rows) + 1 :] = token
         last_tokens = views["query_start_loc"][1 : len(rows) + 1] - 1
-        sampling = [i for i, row in enumerate(rows) if row.samples]
-        views["sample_tokens"][: len(sampling)] = last_tokens[sampling]
+        if plan.sampling_rows is not rows:
+            last_tokens = last_tokens[[i for i, row in enumerate(rows) if row.samples]]
+        views["sample_tokens"][: len(last_tokens)] = last_tokens
         views["counts"][:] = (num_decode_rows, len(rows))
         return packed
 

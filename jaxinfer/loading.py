@@ -6,6 +6,7 @@ The only file that knows checkpoints, models, tokenizer and engine at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,8 +113,10 @@ def load(
         if config.warmup:
             runners[0].start_compiling()  # while the weights are read
 
+    text = ModelSource.open(config.tokenizer) if config.tokenizer else source
     try:
-        with _progress(progress) as stage:
+        with _progress(progress) as stage, ThreadPoolExecutor(1) as beside:
+            tokenizer_built = beside.submit(tokenizer_of, text)
             _, parameters = load_model(
                 source,
                 model_config,
@@ -124,8 +127,7 @@ def load(
                 on_progress=stage("Loading weights"),
                 on_model=make_runner,
             )
-            text = ModelSource.open(config.tokenizer) if config.tokenizer else source
-            tokenizer = tokenizer_of(text)
+            tokenizer = tokenizer_built.result()
             (runner,) = runners
             runner.fill(parameters)
             if config.warmup:

@@ -145,7 +145,7 @@ class SamplingPacker:
             self._edited = [i for i, prepared in enumerate(self._last) if not prepared.is_plain]
         packed = np.zeros((len(ROW_FIELDS), bucket), np.int32)
         packed[:, : len(rows)] = self._columns[self._indices].T
-        packed[_F["position"], : len(rows)] = [row.end for row in rows]
+        packed[_F["position"], : len(rows)] = [row.start + row.num_scheduled_tokens for row in rows]
         packed[_ONES, len(rows) :] = np.float32(1).view(np.int32)
         bias = allowed = None
         for i in range(len(rows)) if extra_masks else self._edited:

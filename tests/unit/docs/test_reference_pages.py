@@ -53,7 +53,9 @@ def test_every_family_is_documented(tables: ModuleType):
 
 def test_every_command_is_documented(tables: ModuleType):
     text = tables.TABLES["cli"]()
-    for command in ("serve", "generate", "chat", "run-batch", "convert", "models", "version"):
+    commands = ("serve", "generate", "chat", "run-batch", "convert", "models", "version", "eval")
+    measured = (f"bench {name}" for name in ("offline", "serve", "startup", "scheduler"))
+    for command in (*commands, *measured):
         assert f"Usage: jaxinfer {command}" in text
 
 
