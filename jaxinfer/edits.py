@@ -84,7 +84,8 @@ def patch(at: str, values: Values, positions: Sequence[int]) -> Edit:
     Args:
         at: Where.
         values: [n, ...], one for each position.
-        positions: n positions in the sequence, from 0.
+        positions: n positions in the sequence, from 0; -1 is nowhere, for patches that are to
+            differ from others in values only.
     """
     return Edit(at, "patch", {"value": values, "positions": np.asarray(positions, np.int32)})
 

@@ -134,6 +134,17 @@ class ModelFunction:
         captured = {**tap.captured, "logits": logits}
         return logits, {name: captured[name] for name in asked}
 
+    def unembed(self, params: Params, stream: Float[Array, "T D"]) -> Float[Array, "T V"]:
+        """Return the logits that the head would give for a residual stream: the logit lens.
+
+        Args:
+            params: As `self.params`.
+            stream: What a layer left, such as a capture of "layers.3.resid_post".
+        """
+        model = self._backbone(tuple(params[path] for path in self._backbone.paths))
+        head = self._head(tuple(params[path] for path in self._head.paths))
+        return head(model.final_norm(jnp.asarray(stream)))
+
     def as_served(self, params: Params, tokens: Sequence[int]) -> np.ndarray:
         """Return the logits float32 [T, V] that an engine like this would serve with `params`.
 
