@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 # Characters (or token ids) from which encoding leaves the event loop. Empirical: a few thousand
 # characters take about a millisecond, a hop to the pool and back a tenth of one.
 _LONG = 4096
+# An engine on several hosts looks so often whether they are there.
+_IDLE_CHECK_S = 1.0
 # A step in flight is waited for at shutdown, but not for ever.
 _LAST_STEP_TIMEOUT_S = 60.0
 
@@ -79,6 +81,7 @@ class AsyncEngine:
             seed=loaded.config.seed,
         )
         self._outputs = OutputProcessor(observer)
+        self._idle_check_s = _IDLE_CHECK_S if loaded.config.num_hosts > 1 else None
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jaxinfer-encode")
         # Guards what follows; the engine thread waits on it.
         self._work = threading.Condition()
@@ -372,7 +375,8 @@ class AsyncEngine:
             while not self._commands and not self._engine.has_unfinished():
                 if self._closing:
                     return False
-                self._work.wait()
+                if not self._work.wait(self._idle_check_s):
+                    self._engine.check_integrity()  # other hosts may be lost meanwhile
         return True
 
     def _carry_out_commands(self) -> None:

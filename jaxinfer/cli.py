@@ -80,7 +80,8 @@ def _examples(*lines: str) -> str:
 _SINGLE_USER: dict[str, Any] = {
     "leave_out": (
         *("seed", "max_waiting", "served_model_name", "scheduling_policy", "max_logprobs"),
-        "data_parallel_size",
+        *("data_parallel_size", "num_hosts", "host_rank", "coordinator_address"),
+        "host_timeout_s",
     ),
     "max_num_seqs": 1,
 }
@@ -218,7 +219,9 @@ def chat(
     ),
 )
 @record_options("options", ServerOptions, leave_out=_NOT_FOR_BATCHES)
-@engine_options(leave_out=("max_waiting",))
+@engine_options(
+    leave_out=("max_waiting", "num_hosts", "host_rank", "coordinator_address", "host_timeout_s")
+)
 def run_batch(
     *,
     source: Annotated[
