@@ -71,7 +71,9 @@ class AsyncEngine:
             seed=loaded.config.seed,
         )
         self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="jaxinfer-encode")
-        self._thread = EngineThread(loaded.engine, observer)
+        self._thread = EngineThread(
+            loaded.engine, observer, watches_hosts=loaded.config.num_hosts > 1
+        )
         self._thread.start()
         # A daemon thread that is inside the device runtime when Python ends crashes the process.
         atexit.register(self.shutdown)

@@ -24,7 +24,7 @@ from jaxinfer.cli_eval import evaluate
 from jaxinfer.cli_options import engine_options, environment_variable, record_options
 from jaxinfer.config import EngineConfig
 from jaxinfer.config_file import ConfigFile
-from jaxinfer.errors import InvalidRequestError, JaxinferError
+from jaxinfer.errors import ConfigError, InvalidRequestError, JaxinferError
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.terminal import (
     Answer,
@@ -84,7 +84,8 @@ def _examples(*lines: str) -> str:
 _SINGLE_USER: dict[str, Any] = {
     "leave_out": (
         *("seed", "max_waiting", "served_model_name", "scheduling_policy", "max_logprobs"),
-        "data_parallel_size",
+        *("data_parallel_size", "num_hosts", "host_rank", "coordinator_address"),
+        "host_timeout_s",
     ),
     "max_num_seqs": 1,
 }
@@ -222,7 +223,9 @@ def chat(
     ),
 )
 @record_options("options", ServerOptions, leave_out=_NOT_FOR_BATCHES)
-@engine_options(leave_out=("max_waiting",))
+@engine_options(
+    leave_out=("max_waiting", "num_hosts", "host_rank", "coordinator_address", "host_timeout_s")
+)
 def run_batch(
     *,
     source: Annotated[
@@ -280,6 +283,73 @@ def run_batch(
             typer.echo("stopped; the same command goes on from here", err=True)
             raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
     typer.echo(f"wrote {destination}: {end.done} answers, {end.failed} of them errors")
+    if end.failed:
+        raise typer.Exit(FAILED_EXIT_CODE)
+
+
+@app.command(
+    "ray-batch",
+    epilog=_examples(
+        "jaxinfer ray-batch -i requests.jsonl -o answers --num-replicas 8 --gpus 1",
+    ),
+)
+@record_options("options", ServerOptions, leave_out=_NOT_FOR_BATCHES)
+@engine_options(
+    leave_out=("max_waiting", "num_hosts", "host_rank", "coordinator_address", "host_timeout_s")
+)
+def ray_batch(
+    *,
+    source: Annotated[
+        Path,
+        typer.Option("--input", "-i", help="Requests, as for run-batch; every node reads it."),
+    ],
+    destination: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="A folder. If it exists, the run goes on with it."),
+    ],
+    config: EngineConfig,
+    options: ServerOptions,
+    num_replicas: Annotated[int, typer.Option(help="Engines at work.", min=1)] = 1,
+    gpus: Annotated[float, typer.Option(help="GPUs of each engine.", min=0)] = 0.0,
+    cpus: Annotated[float, typer.Option(help="CPU cores of each engine.", min=0)] = 1.0,
+    lines_per_shard: Annotated[int, typer.Option(help="Lines done at one go.", min=1)] = 1000,
+    address: Annotated[
+        str | None, typer.Option(help="A Ray cluster.  [default: this machine]")
+    ] = None,
+    config_file: ConfigFile = None,
+) -> None:
+    """Answer a file of requests on a Ray cluster (extra "ray"), millions of them if need be.
+
+    A run that was cut off goes on when the same command is given again. The exit code is 1 if any
+    of the lines answered now tells of an error.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError("ray-batch needs Ray: pip install 'jaxinfer[ray]'") from None
+    from jaxinfer.cluster.batch import ray_batch as run
+
+    ray.init(address, log_to_driver=False)
+    try:
+        end = run(
+            source,
+            destination,
+            config,
+            options=options,
+            num_replicas=num_replicas,
+            num_gpus=gpus,
+            num_cpus=cpus,
+            lines_per_shard=lines_per_shard,
+        )
+    except KeyboardInterrupt:
+        typer.echo("stopped; the same command goes on from here", err=True)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+    finally:
+        ray.shutdown()
+    typer.echo(
+        f"wrote {destination}: {end.done} answers, {end.failed} of them errors; "
+        f"{end.skipped} of {end.shards} shards were there"
+    )
     if end.failed:
         raise typer.Exit(FAILED_EXIT_CODE)
 

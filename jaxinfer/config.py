@@ -52,6 +52,11 @@ class EngineConfig:
         tensor_parallel_size: Devices that share each layer.
         data_parallel_size: Replicas of the model, each on devices of its own, behind one server. A
             request goes to the one that has computed most of its prompt before.
+        num_hosts: Processes, each with devices of its own, that hold the model together. The same
+            command is given on each, with another `host_rank`.
+        host_rank: This process's number, from 0. Number 0 serves, the others follow.
+        coordinator_address: HOST:PORT at which number 0 is found by the others.
+        host_timeout_s: A host that gives no answer for so long is given up, and the engine with it.
         seed: Makes the seeds of unseeded requests reproducible. None: random per process.
         max_logprobs: Most alternatives per token a request may ask for.
         max_waiting: Most requests in the waiting queue; None for no limit.
@@ -81,6 +86,10 @@ class EngineConfig:
     attention_impl: str = "auto"
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
+    num_hosts: int = 1
+    host_rank: int = 0
+    coordinator_address: str | None = None
+    host_timeout_s: float = 20.0
     seed: int | None = None
     max_logprobs: int = 20
     max_waiting: int | None = None
@@ -106,6 +115,7 @@ class EngineConfig:
             "kv_cache_memory_bytes",
             "tensor_parallel_size",
             "data_parallel_size",
+            "num_hosts",
             "max_waiting",
         ):
             value = getattr(self, name)
@@ -120,6 +130,10 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), or running sequences would starve"
             )
+        if not isinstance(self.host_rank, int) or self.host_rank < 0:
+            raise ConfigError(f"host_rank must be a whole number ≥ 0, got {self.host_rank!r}")
+        if self.host_timeout_s <= 0:
+            raise ConfigError(f"host_timeout_s must be > 0, got {self.host_timeout_s}")
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

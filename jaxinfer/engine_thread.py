@@ -21,6 +21,8 @@ from jaxinfer.request import FinishReason
 
 logger = logging.getLogger(__name__)
 
+# An engine on several hosts looks so often whether they are there.
+_IDLE_CHECK_S = 1.0
 # A step in flight is waited for at shutdown, but not for ever.
 _LAST_STEP_TIMEOUT_S = 60.0
 
@@ -31,12 +33,20 @@ class EngineThread(threading.Thread):
     Args:
         engine: Belongs to this thread from its start on.
         observer: Hears of latencies, on this thread.
+        watches_hosts: Look after other hosts while there is nothing to do.
     """
 
-    def __init__(self, engine: Engine, observer: RequestObserver | None = None):
+    def __init__(
+        self,
+        engine: Engine,
+        observer: RequestObserver | None = None,
+        *,
+        watches_hosts: bool = False,
+    ):
         super().__init__(name="jaxinfer-engine", daemon=True)
         self._engine = engine
         self._outputs = OutputProcessor(observer)
+        self._idle_check_s = _IDLE_CHECK_S if watches_hosts else None
         # Guards what follows; this thread waits on it.
         self._work = threading.Condition()
         self._commands: list[Callable[[], None]] = []
@@ -141,7 +151,8 @@ class EngineThread(threading.Thread):
             while not self._commands and not self._engine.has_unfinished():
                 if self._closing:
                     return False
-                self._work.wait()
+                if not self._work.wait(self._idle_check_s):
+                    self._engine.check_integrity()  # other hosts may be lost meanwhile
         return True
 
     def _carry_out_commands(self) -> None:

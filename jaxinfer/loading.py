@@ -5,10 +5,12 @@ The only file that knows checkpoints, models, tokenizer and engine at once.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from jaxinfer.compilation import use_persistent_cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.errors import ConfigError
+from jaxinfer.hosts import Follower, LeadingEngine, LeadingRunner, join, replay
+from jaxinfer.hosts.messages import Message
 from jaxinfer.memory import default_cache_dir
 from jaxinfer.model_runner import ModelRunner
 from jaxinfer.model_source import ModelSource, load_model
@@ -87,6 +91,7 @@ def load(
 
     Raises:
         ConfigError: The settings do not go together, or with the model or device.
+        HostLostError: Another host ended meanwhile.
         ModelError: The checkpoint does not fit a model that is supported.
         CheckpointError: The checkpoint was not found or is damaged.
     """
@@ -95,48 +100,34 @@ def load(
             f"data_parallel_size={config.data_parallel_size} needs a face that holds several "
             "engines: `jaxinfer serve`, `jaxinfer run-batch` or `jaxinfer.replicas.Replicas`"
         )
-    cache_dir = config.compilation_cache_dir
-    if cache_dir != "":
-        use_persistent_cache(Path(cache_dir) if cache_dir else default_cache_dir())
+    channel = join(config) if config.num_hosts > 1 or config.host_rank else None
+    if isinstance(channel, Follower):
+        raise ConfigError(f"host {config.host_rank} follows: give it to `jaxinfer serve`")
+    _keep_programs(config)
     source = ModelSource.open(config.model)
     model_config = family_of(source.config).translate(source.config)
     check_divisible(model_config, config.tensor_parallel_size)
-    mesh = make_mesh(config.tensor_parallel_size, devices)
     config = resolve(config, model_config)
-    assert config.max_model_len, "the config is resolved"
-    model_config = model_config.for_length(config.max_model_len)
-    runners: list[ModelRunner] = []
-
-    def make_runner(model: Transformer, parameters: dict[str, Any]) -> None:
-        shapes = runner_config(config, model_config)
-        runners.append(ModelRunner(model_config, model, parameters, mesh, shapes))
-        if config.warmup:
-            runners[0].start_compiling()  # while the weights are read
-
+    make_runner: Callable[..., ModelRunner] = ModelRunner
+    make_engine: type[Engine] = Engine
+    if channel is not None:
+        channel.send(Message("load", text=json.dumps(asdict(config))))
+        make_runner = partial(LeadingRunner, channel=channel)
+        make_engine = LeadingEngine
     text = ModelSource.open(config.tokenizer) if config.tokenizer else source
-    try:
-        with _progress(progress) as stage, ThreadPoolExecutor(1) as beside:
-            tokenizer_built = beside.submit(tokenizer_of, text)
-            _, parameters = load_model(
-                source,
-                model_config,
-                mesh,
-                jnp.dtype(config.dtype),
-                quantization=config.quantization,
-                kernels=config.kernels,
-                on_progress=stage("Loading weights"),
-                on_model=make_runner,
-            )
+    with _progress(progress) as stage, ThreadPoolExecutor(1) as beside:
+        tokenizer_built = beside.submit(tokenizer_of, text)
+        runner, model_config = _fill_runner(
+            config, source, model_config, devices, make_runner, stage
+        )
+        try:
             tokenizer = tokenizer_built.result()
-            (runner,) = runners
-            runner.fill(parameters)
             if config.warmup:
                 runner.warmup(stage("Compiling"))
-    except BaseException:
-        for runner in runners:
+        except BaseException:
             runner.close()
-        raise
-    engine = Engine(
+            raise
+    engine = make_engine(
         config,
         runner,
         vocab_size=model_config.vocab_size,
@@ -152,6 +143,84 @@ def load(
         name=config.served_model_name or _display_name(config.model, source.path),
         generation_config=source.generation_config,
     )
+
+
+def follow(config: EngineConfig, progress: bool = True) -> None:
+    """Hold this host's part of a model until host 0 says that it is over.
+
+    Args:
+        config: As host 0's but for `host_rank` and places on disk; what else differs is taken from
+            host 0.
+        progress: Show progress bars on stderr.
+
+    Raises:
+        ConfigError, ModelError, CheckpointError: As `load`.
+        HostLostError: Host 0 ended before anything was loaded.
+    """
+    channel = join(config)
+    assert isinstance(channel, Follower), "host 0 loads, the others follow"
+    _keep_programs(config)
+    own = ("model", "tokenizer", "host_rank", "compilation_cache_dir")
+    settings = json.loads(channel.receive().text)
+    config = EngineConfig(**{**settings, **{name: getattr(config, name) for name in own}})
+    source = ModelSource.open(config.model)
+    model_config = family_of(source.config).translate(source.config)
+    with _progress(progress) as stage:
+        runner, _ = _fill_runner(config, source, model_config, None, ModelRunner, stage)
+        try:
+            if config.warmup:
+                runner.finish_warmup(stage("Compiling"))
+            channel.answer()
+            replay(runner, channel)
+        finally:
+            runner.close()
+            channel.close()
+
+
+def _fill_runner(
+    config: EngineConfig,
+    source: ModelSource,
+    model_config: ModelConfig,
+    devices: Sequence[jax.Device] | None,
+    make_runner: Callable[..., ModelRunner],
+    stage: Callable[[str], Callable[[int, int], None]],
+) -> tuple[ModelRunner, ModelConfig]:
+    """Return a runner with its weights, and the model as it is for the config's length."""
+    assert config.max_model_len, "the config is resolved"
+    model_config = model_config.for_length(config.max_model_len)
+    mesh = make_mesh(config.tensor_parallel_size, devices)
+    runners: list[ModelRunner] = []
+
+    def on_model(model: Transformer, parameters: dict[str, Any]) -> None:
+        shapes = runner_config(config, model_config)
+        runners.append(make_runner(model_config, model, parameters, mesh, shapes))
+        if config.warmup:
+            runners[0].start_compiling()  # while the weights are read
+
+    try:
+        _, parameters = load_model(
+            source,
+            model_config,
+            mesh,
+            jnp.dtype(config.dtype),
+            quantization=config.quantization,
+            kernels=config.kernels,
+            on_progress=stage("Loading weights"),
+            on_model=on_model,
+        )
+        (runner,) = runners
+        runner.fill(parameters)
+    except BaseException:
+        for runner in runners:
+            runner.close()
+        raise
+    return runner, model_config
+
+
+def _keep_programs(config: EngineConfig) -> None:
+    cache_dir = config.compilation_cache_dir
+    if cache_dir != "":
+        use_persistent_cache(Path(cache_dir) if cache_dir else default_cache_dir())
 
 
 def tokenizer_of(source: ModelSource) -> Tokenizer:

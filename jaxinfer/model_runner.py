@@ -21,7 +21,7 @@ from jaxinfer.page_tables import PageTables
 from jaxinfer.request import Pooling, Request, TokenLogprobs
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
-from jaxinfer.sharding import logical, replicated
+from jaxinfer.sharding import logical, place, replicated
 from jaxinfer.step_programs import SCORED_TOKENS, RunnerConfig, StepPrograms, cache_shape
 
 
@@ -144,7 +144,7 @@ class ModelRunner:
         self.programs.compiled.wait(self.programs.first, on_progress)
         hidden = self.forward(StepPlan(rows=()), self.config.token_buckets[0])
         B = self.config.row_buckets[0]
-        self._call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
+        self.call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
         jax.block_until_ready(self._last_sampled)
 
     def finish_warmup(
@@ -163,7 +163,7 @@ class ModelRunner:
         if self._hooks.wanted(plan):
             return self._forward_hooked(plan)
         T = bucket or self._bucket("backbone", plan.num_tokens, self.config.token_buckets)
-        return self._call_backbone(T, self._layouts[T].pack(plan, self._tables))
+        return self.call_backbone(T, self._layouts[T].pack(plan, self._tables))
 
     def sample(
         self, plan: StepPlan, hidden: Hidden, masks: Mapping[str, np.ndarray] | None = None
@@ -183,7 +183,7 @@ class ModelRunner:
         B = self._bucket("sampler", len(rows), self.config.row_buckets)
         packed = self._packer.pack(rows, B, extra_masks=masks)
         page_table = self._page_table(rows, B)
-        sampled = self._call_sampler(B, hidden.sampled, packed, page_table)
+        sampled = self.call_sampler(B, hidden.sampled, packed, page_table)
         asked = self._score_asked(plan, hidden)
         return InFlight(sampled, scores, pooled=pooled, asked=asked, captured=hidden.captured)
 
@@ -194,14 +194,21 @@ class ModelRunner:
         """
         rows = plan.rows
         B = self._bucket("decode", len(rows), self.config.row_buckets)
-        sampling = self._packer.pack(rows, B)
+        packed = self._decode_layouts[B].pack(plan, self._tables)
+        limits = self._packer.pack_limits(rows, B)
+        return self.call_decode(B, packed, limits, self._packer.pack(rows, B))
+
+    def call_decode(
+        self, B: int, packed: np.ndarray, limits: np.ndarray, sampling: PackedSampling
+    ) -> InFlight:
+        """Dispatch the decode program of B rows."""
         bias, allowed, _ = self._neutral[B]
         self._cache, sampled, counts = self.programs.compiled["decode", B](
             (self.programs.backbone.leaves, self.programs.head.leaves),
             self._cache,
-            self._decode_layouts[B].pack(plan, self._tables),
+            packed,
             self._last_sampled,
-            self._packer.pack_limits(rows, B),
+            limits,
             sampling.rows,
             bias if sampling.bias is None else sampling.bias,
             allowed if sampling.allowed is None else sampling.allowed,
@@ -322,7 +329,8 @@ class ModelRunner:
         sizes = sizes_from(count, sizes)
         return self.programs.compiled.smallest_ready(kind, sizes) or sizes[0]
 
-    def _call_backbone(self, T: int, packed: np.ndarray) -> Hidden:
+    def call_backbone(self, T: int, packed: np.ndarray) -> Hidden:
+        """Dispatch the backbone program of T tokens."""
         self._cache, sampled, tokens = self.programs.compiled["backbone", T](
             self.programs.backbone.leaves, self._cache, packed, self._last_sampled
         )
@@ -336,9 +344,10 @@ class ModelRunner:
         )
         return Hidden(sampled, tokens, captured)
 
-    def _call_sampler(
+    def call_sampler(
         self, B: int, hidden: jax.Array, packed: PackedSampling, page_table: np.ndarray | None
     ) -> SampledTokens:
+        """Dispatch head and sampler for B rows."""
         bias, allowed, no_pages = self._neutral[B]
         sampled, self._last_sampled = self.programs.compiled["sampler", B](
             self.programs.head.leaves,
@@ -351,7 +360,7 @@ class ModelRunner:
         )
         return sampled
 
-    def _score(
+    def call_score(
         self, T: int, hidden: jax.Array, indices: np.ndarray, token_ids: np.ndarray
     ) -> Logprobs:
         """Dispatch the scoring of `token_ids` by the hidden states at `indices`."""
@@ -374,7 +383,7 @@ class ModelRunner:
                     indices, targets = np.zeros((2, SCORED_TOKENS), np.int32)
                     indices[:n] = first + (start - row.start) + np.arange(n)
                     targets[:n] = request.token_ids[start + 1 : start + 1 + n]
-                    scores = self._score(T, hidden.tokens, indices, targets)
+                    scores = self.call_score(T, hidden.tokens, indices, targets)
                     parts.append(PromptScores(request, n, scores))
             first += row.num_scheduled_tokens
         return tuple(parts)
@@ -393,7 +402,7 @@ class ModelRunner:
                 targets = np.zeros(SCORED_TOKENS, np.int32)
                 targets[: len(some)] = some
                 indices = np.full(SCORED_TOKENS, first - 1, np.int32)
-                scores = self._score(T, hidden.tokens, indices, targets)
+                scores = self.call_score(T, hidden.tokens, indices, targets)
                 parts.append(AskedScores(index, len(some), scores))
             index += 1
         return tuple(parts)
@@ -414,7 +423,11 @@ class ModelRunner:
                     slots[end - 1] = slot
                 slot += 1
             first = end
-        return self.programs.compiled["pool", T](hidden.tokens, slots)
+        return self.call_pool(T, hidden.tokens, slots)
+
+    def call_pool(self, T: int, hidden: jax.Array, slots: np.ndarray) -> jax.Array:
+        """Dispatch the pooling program of T tokens."""
+        return self.programs.compiled["pool", T](hidden, slots)
 
     def _page_table(self, rows: tuple[ScheduledRow, ...], B: int) -> np.ndarray | None:
         """Pages of the rows whose history the sampler must read; None if there are none."""
@@ -436,7 +449,7 @@ class ModelRunner:
         )
 
     def _put(self, x: np.ndarray) -> jax.Array:
-        return jax.device_put(x, self._whole)
+        return place(x, self._whole)
 
 
 def _entries(scores: Logprobs, widths: Sequence[int | None]) -> list[TokenLogprobs | None]:

@@ -22,7 +22,7 @@ from jaxinfer.models import (
     load_weights,
 )
 from jaxinfer.quant import operate
-from jaxinfer.sharding import parameter_shardings
+from jaxinfer.sharding import parameter_shardings, place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def load_model(
         return model, _changed(restored, recipes, shardings)
     family = family_of(source.config)
     return model, load_weights(
-        source.checkpoint, family, model_config, original, shardings, recipes, on_progress
+        source.checkpoint, family, model_config, original, shardings, recipes, on_progress, place
     )
 
 
@@ -142,5 +142,5 @@ def _changed(
     for recipe in recipes:
         values = [np.asarray(arrays.pop(path), np.float32) for path in recipe.sources]
         for path, made in zip(recipe.targets, recipe.make(*values), strict=True):
-            arrays[path] = jax.device_put(np.ascontiguousarray(made), shardings[path])
+            arrays[path] = place(np.ascontiguousarray(made), shardings[path])
     return arrays

@@ -85,6 +85,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def place(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Return a host's array on the devices; of many hosts each puts its own part there."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
 def parameter_shardings(
     mesh: Mesh, parameters: Mapping[str, nnx.Variable]
 ) -> dict[str, NamedSharding]:

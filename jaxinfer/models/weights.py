@@ -112,6 +112,7 @@ def load_weights(
     shardings: Mapping[str, jax.sharding.Sharding],
     recipes: Sequence[Recipe] = (),
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    put: Callable[[np.ndarray, jax.sharding.Sharding], jax.Array] = jax.device_put,
 ) -> dict[str, jax.Array]:
     """Read every parameter of a model into its sharding.
 
@@ -125,6 +126,7 @@ def load_weights(
         shardings: Where each of the model's parameters goes, by dotted path.
         recipes: What the model has instead of parameters of `state`.
         on_progress: Called with bytes of `state` done and in all.
+        put: Brings an array to the devices.
 
     Returns:
         Arrays by dotted path, in the order of the tensors' reading.
@@ -148,7 +150,7 @@ def load_weights(
             for path in recipe.sources
         ]
         for path, made in zip(recipe.targets, recipe.make(*values), strict=True):
-            arrays[path] = jax.device_put(np.ascontiguousarray(made), shardings[path])
+            arrays[path] = put(np.ascontiguousarray(made), shardings[path])
         done += sum(sizes[path] for path in recipe.sources)
         on_progress(done, total)
     return arrays

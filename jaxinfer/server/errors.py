@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxinfer.errors import (
     EngineDeadError,
+    HostLostError,
     InvalidRequestError,
     JaxinferError,
     QueueFullError,
@@ -154,6 +155,8 @@ def error_reply(exc: BaseException) -> ErrorReply:
         case EngineDeadError():
             # Its message tells operators what broke, perhaps with paths; it is in the log.
             message = "The engine has stopped after an internal error; restart the server."
+            if isinstance(exc.__cause__, HostLostError):
+                message = "A host that holds a part of the model is lost; restart all hosts."
             return ErrorReply(status=503, message=message, headers=retry)
         case GenerationFailedError():
             return ErrorReply(status=500, message=str(exc))

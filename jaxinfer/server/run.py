@@ -55,6 +55,8 @@ def serve(
 ) -> None:
     """Serve until a signal comes: SIGINT or SIGTERM drains, a second one ends at once.
 
+    On all hosts of a model but the first: hold its part, without a port, as long as that one does.
+
     Args:
         config: What to load.
         options: Settings of the HTTP side.
@@ -65,6 +67,9 @@ def serve(
     """
     options = options or ServerOptions()
     configure_logging(options.log_level, options.log_format)
+    if config.host_rank:
+        _follow(config)
+        return
     _allow_many_connections()
     try:
         state = ServerState(options)
@@ -212,6 +217,24 @@ def _load(config: EngineConfig) -> LoadedModel | Sequence[LoadedModel]:
     if config.data_parallel_size > 1:
         return loading.load_replicas(config, progress=True)
     return loading.load(config, progress=True)
+
+
+def _follow(config: EngineConfig) -> None:
+    """Follow host 0 until it ends. A first signal is left to it: it has requests to drain."""
+    from jaxinfer import loading
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        logger.info("%s: waiting for host 0 to end", signal.Signals(number).name)
+        for each in _SIGNALS:
+            signal.signal(each, lambda *_: _exit_now(EXIT_FORCED))
+
+    for number in _SIGNALS:
+        signal.signal(number, handle)
+    try:
+        loading.follow(config)
+    except Exception as error:
+        _report_load_failure(error)
+        _exit_now(EXIT_LOAD_FAILED)  # without waiting for the other hosts, as jax would
 
 
 def _allow_many_connections() -> None:

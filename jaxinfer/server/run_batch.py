@@ -71,7 +71,7 @@ def run_batch(
         BatchFileError: A file cannot be read or written, or the two do not belong together.
         BatchStoppedError: The engine broke; run the same again to go on.
     """
-    urls = tuple(e.path for e in ENDPOINTS if e.call is not None and e.path.startswith("/v1/"))
+    urls = _urls()
     known = check_custom_ids(source, urls)
     with BatchOutput(destination, known) as output:
 
@@ -95,6 +95,24 @@ def run_batch(
         finally:
             state.close()
         return progress()
+
+
+def answer_file(app: ASGIApp, source: Path, destination: Path, width: int) -> BatchProgress:
+    """Answer the lines of a file that have no answer yet, by an application that is ready.
+
+    Raises:
+        BatchFileError, BatchStoppedError: As `run_batch`.
+    """
+    urls = _urls()
+    known = check_custom_ids(source, urls)
+    with BatchOutput(destination, known) as output:
+        lines = (line for line in read_lines(source, urls) if line.id not in output.done)
+        asyncio.run(_run(app, lines, output, width, lambda: None))
+        return BatchProgress(done=len(output.done), failed=output.num_failed, total=len(known))
+
+
+def _urls() -> tuple[str, ...]:
+    return tuple(e.path for e in ENDPOINTS if e.call is not None and e.path.startswith("/v1/"))
 
 
 async def _run(

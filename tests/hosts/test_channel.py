@@ -1,0 +1,184 @@
+"""Messages between hosts, and how each side notices that the other is gone."""
+
+from __future__ import annotations
+
+import io
+import socket
+import threading
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jaxinfer.config import EngineConfig
+from jaxinfer.errors import ConfigError, HostLostError
+from jaxinfer.hosts.channel import STOP, Follower, Leader, check_hosts
+from jaxinfer.hosts.messages import Decoder, Encoder, Message
+from jaxinfer.loading import load
+
+pytestmark = pytest.mark.timeout(60)
+SECRET = bytes(range(16))
+TIMEOUT_S = 20.0
+
+arrays = st.one_of(
+    st.none(),
+    st.lists(st.integers(-3, 3), max_size=12).map(lambda x: np.array(x, np.int32)),
+    st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=4).map(
+        lambda x: np.array(x, np.uint32).reshape(2, 2)
+    ),
+)
+messages = st.lists(
+    st.builds(
+        Message,
+        st.sampled_from(["a", "b"]),
+        st.integers(0, 1),
+        st.tuples(arrays, arrays),
+        st.text(),
+    ),
+    max_size=6,
+)
+
+
+def roundtrip(sent: list[Message]) -> list[Message]:
+    encoder = Encoder()
+    stream = io.BytesIO(b"".join(map(encoder.encode, sent)))
+    decoder = Decoder(stream.read)
+    return [decoder.decode() for _ in sent]
+
+
+@given(messages)
+def test_messages_arrive_as_they_were_sent(sent: list[Message]) -> None:
+    for one, other in zip(sent, roundtrip(sent), strict=True):
+        assert (one.word, one.number, one.text) == (other.word, other.number, other.text)
+        for a, b in zip(one.arrays, other.arrays, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b)
+
+
+def test_of_a_page_table_only_what_changed_is_sent() -> None:
+    encoder, table = Encoder(), np.zeros((256, 2048), np.int32)
+    first = len(encoder.encode(Message("decode", 256, (table,))))
+    table[:, 7] = 1
+    second = len(encoder.encode(Message("decode", 256, (table,))))
+    assert first > 2**21 and second < 2**12
+
+
+def test_bytes_of_somebody_else_are_refused() -> None:
+    with pytest.raises(ConnectionError, match="not one of ours"):
+        Decoder(io.BytesIO(b"GET / HTTP/1.1\r\n").read).decode()
+
+
+class Pair:
+    """A leader and what stands in for its follower."""
+
+    def __init__(self, timeout_s: float, secret: bytes = SECRET):
+        config = EngineConfig(num_hosts=2, host_rank=1, host_timeout_s=timeout_s)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            host, port = listener.getsockname()
+            stranger = socket.create_connection((host, port))
+            stranger.sendall(b"x" * 20)
+            self.follower = Follower(host, port, secret, config)
+            self.leader = Leader(listener, SECRET, 1, timeout_s)
+        assert stranger.recv(1) == b""  # it was shown out
+        stranger.close()
+
+    def carry_out(self) -> Message:
+        message = self.follower.receive()
+        self.follower.answer()
+        return message
+
+
+@pytest.fixture
+def pair():
+    made: list[Pair] = []
+
+    def make(timeout_s: float = TIMEOUT_S) -> Pair:
+        made.append(Pair(timeout_s))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.leader.close()
+        each.follower.close()
+        for thread in threading.enumerate():
+            if thread.name.startswith("jaxinfer-host-"):
+                thread.join(TIMEOUT_S)
+
+
+def test_what_is_sent_is_carried_out_in_order_until_stop(pair) -> None:
+    both = pair()
+    both.leader.send(Message("load", text="{}"))
+    assert both.carry_out().text == "{}"
+    both.leader.wait_ready()
+    both.leader.send(Message("backbone", 4, (np.arange(3, dtype=np.int32),)))
+    assert both.carry_out().number == 4
+    both.leader.close()
+    assert both.carry_out().word == STOP
+    with pytest.raises(HostLostError, match="host 0 has ended"):
+        both.follower.receive()
+
+
+def lost(leader: Leader) -> str:
+    with leader._changed:
+        assert leader._changed.wait_for(lambda: leader.lost, TIMEOUT_S)
+    with pytest.raises(HostLostError) as caught:
+        leader.check()
+    with pytest.raises(HostLostError):
+        leader.send(Message("backbone"))
+    return str(caught.value)
+
+
+def test_a_follower_that_ends_is_lost_at_once_even_while_it_loads(pair) -> None:
+    both = pair()
+    both.leader.send(Message("load"))
+    threading.Timer(0.1, both.follower.close).start()
+    with pytest.raises(HostLostError, match=r"has ended; start all hosts again"):
+        both.leader.wait_ready()
+
+
+def test_a_follower_that_stops_answering_hangs(pair) -> None:
+    both = pair(0.4)
+    both.leader.send(Message("load"))
+    both.carry_out()
+    both.leader.wait_ready()
+    assert "hangs: no answer for 0.4 s" in lost(both.leader)
+
+
+def test_a_follower_may_be_silent_as_long_as_it_loads(pair) -> None:
+    both = pair(0.2)
+    both.leader.send(Message("load"))
+    assert not both.leader._closed.wait(1.0) and both.leader.lost is None
+    while both.carry_out().word != "load":
+        pass
+
+
+def test_a_leader_that_falls_silent_is_given_up(pair) -> None:
+    both = pair(TIMEOUT_S)
+    both.follower.config = EngineConfig(num_hosts=2, host_rank=1, host_timeout_s=0.2)
+    both.follower.expect_pings()
+    with pytest.raises(HostLostError, match=r"has been silent for 0\.2 s"):
+        both.follower.receive()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"num_hosts": 2}, "needs coordinator_address"),
+        ({"num_hosts": 2, "coordinator_address": "here"}, "needs coordinator_address"),
+        ({"num_hosts": 2, "host_rank": 2}, "host_rank must lie in"),
+        ({"host_rank": 1}, "host_rank must lie in"),
+        (
+            {"num_hosts": 2, "coordinator_address": "a:1", "data_parallel_size": 2},
+            "a router in front",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings, words: str) -> None:
+    config = EngineConfig(**settings)
+    with pytest.raises(ConfigError, match=words):
+        check_hosts(config)
+    if config.data_parallel_size == 1:
+        with pytest.raises(ConfigError, match=words):
+            load(config)
