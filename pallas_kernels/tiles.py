@@ -127,7 +127,9 @@ def default_prefill_tiles(key: TileKey) -> PrefillTiles:
     if "float32" in (key.dtype, key.kv_dtype):
         # Multiplied in three passes, from operands that are split in registers.
         rows = 32 if wide and key.kv_dtype == key.dtype else 16
-        return sizes(block_q=rows, block_k=16, num_warps=8 if wide or scaled else 4, num_stages=1)
+        # Before Hopper the compiler gives each of 256 threads half as many registers.
+        num_warps = 8 if wide or (scaled and key.generation not in ("sm_80", "sm_89")) else 4
+        return sizes(block_q=rows, block_k=16, num_warps=num_warps, num_stages=1)
     block_q = 64 if wide or key.generation == "sm_80" else 128
     small = scaled or (wide and key.generation != "sm_90") or key.generation == "sm_120"
     if key.head_dim == 192 and key.generation != "sm_90":

@@ -42,6 +42,11 @@ def decode(step: Step, *, num_splits: int = 4, **keywords: Any) -> np.ndarray:
     return attend(jitted, step, tiles=tiles(num_splits), **keywords)
 
 
+def slow(*values: Any) -> Any:
+    """Mark a parameter that others stand for."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @st.composite
 def rows_of_few_tokens(draw: st.DrawFn, most_tokens: int, **fixed: Any) -> Case:
     """Draw rows of few tokens, or none, at the edges of pages, blocks and windows."""
@@ -88,13 +93,13 @@ def test_rows_of_several_tokens_equal_the_oracle_and_read_no_poison(
     [
         ("float32", "bfloat16"),
         ("float32", "int8"),
-        ("float32", "float8_e4m3fn"),
-        ("bfloat16", "bfloat16"),
-        ("bfloat16", "float32"),
-        ("bfloat16", "int8"),
+        slow("float32", "float8_e4m3fn"),
+        slow("bfloat16", "bfloat16"),
+        slow("bfloat16", "float32"),
+        slow("bfloat16", "int8"),
         ("bfloat16", "float8_e4m3fn"),
         ("float16", "float16"),
-        ("float16", "int8"),
+        slow("float16", "int8"),
     ],
 )
 def test_dtypes_stay_within_the_precision_of_the_queries(dtype: str, kv_dtype: str) -> None:
@@ -104,13 +109,13 @@ def test_dtypes_stay_within_the_precision_of_the_queries(dtype: str, kv_dtype: s
     step.check(decode(step, num_splits=1))
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [slow(80), 96, slow(128), slow(192), 256])
 def test_head_dims(head_dim: int) -> None:
     step = make_step(Case(((1, 100), (1, 17)), **{**SMALL, "head_dim": head_dim, "max_pages": 7}))
     step.check(decode(step, num_splits=2))
 
 
-@pytest.mark.parametrize(("group", "tokens"), [(1, 1), (3, 5), (7, 8), (16, 1), (16, 8)])
+@pytest.mark.parametrize(("group", "tokens"), [(1, 1), slow(3, 5), (7, 8), slow(16, 1), (16, 8)])
 def test_query_heads_per_key_head(group: int, tokens: int) -> None:
     """8 tokens of 16 heads are more than one tile."""
     shape = {**SMALL, "num_heads": 2 * group}
@@ -122,12 +127,12 @@ def test_query_heads_per_key_head(group: int, tokens: int) -> None:
     ("window", "how"),
     [
         (None, {"num_splits": 1}),
-        (None, {"num_splits": 2}),
+        slow(None, {"num_splits": 2}),
         (None, {"num_splits": 8}),
         # More than are added up in one go.
         (None, {"split_len": BLOCK_K}),
-        (None, {"split_len": 3 * BLOCK_K}),
-        (40, {"num_splits": 2}),
+        slow(None, {"split_len": 3 * BLOCK_K}),
+        slow(40, {"num_splits": 2}),
         (40, {"split_len": 2 * BLOCK_K}),
     ],
     ids=str,

@@ -44,7 +44,13 @@ def test_ragged_steps_equal_the_oracle_and_read_no_poison(impl: str, case: Case)
 
 @pytest.mark.parametrize("impl", ALL)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(1, 1, 64), (9, 3, 64), (16, 1, 80), (4, 4, 256)]
+    ("heads", "kv_heads", "head_dim"),
+    [
+        pytest.param(1, 1, 64, marks=pytest.mark.slow),
+        (9, 3, 64),
+        (16, 1, 80),
+        pytest.param(4, 4, 256, marks=pytest.mark.slow),
+    ],
 )
 def test_head_shapes(impl: str, heads: int, kv_heads: int, head_dim: int) -> None:
     rows = ((1, 300), (1, 5), (70, 90), (3, 3))

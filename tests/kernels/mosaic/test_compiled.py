@@ -26,20 +26,11 @@ JOBS = [
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="session")
-def toolchain() -> Toolchain:
-    found = Toolchain.of_environment()
-    if not found.folder.exists():
-        pytest.skip("no GPU compiler here: `make gpu-compiler` installs it (Linux)")
-    return found
-
-
 @pytest.fixture(scope="module")
 def reports(toolchain: Toolchain, request: pytest.FixtureRequest) -> dict[Job, Report]:
     """What the selected tests ask for, compiled in as few processes as possible."""
-    jobs = [
-        item.callspec.params["job"] for item in request.session.items if item.path == request.path
-    ]
+    here = (item for item in request.session.items if item.path == request.path)
+    jobs = [item.callspec.params["job"] for item in here if not item.get_closest_marker("skip")]
     return dict(zip(jobs, compile_cases(jobs, toolchain), strict=True))
 
 

@@ -124,6 +124,7 @@ PARAMS = [
 def answers(request: pytest.FixtureRequest) -> dict[str, Answer]:
     """What the selected tests ask for, in one process."""
     items = (item for item in request.session.items if item.path == request.path)
+    items = (item for item in items if not item.get_closest_marker("skip"))
     wanted = [item.callspec.params.get("name") for item in items if hasattr(item, "callspec")]
     names = [name for name in JOBS if name in wanted]
     return dict(zip(names, interpret([JOBS[name] for name in names]), strict=False))

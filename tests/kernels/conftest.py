@@ -22,10 +22,10 @@ def toolchain() -> Toolchain:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave half an hour of compiling to those who ask: `pytest tests/kernels/compile -m slow`."""
+    """Leave an hour of compiling and interpreting to those who ask for it."""
     if "slow" in (config.option.markexpr or ""):
         return
-    reason = "all combinations, and models in full depth: pytest tests/kernels/compile -m slow"
+    reason = "all combinations, and models in full depth: pytest tests/kernels -m slow"
     for item in items:
         if FOLDER in item.path.parents and item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason=reason))
