@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 # Characters (or token ids) from which encoding leaves the event loop. Empirical: a few thousand
 # characters take about a millisecond, a hop to the pool and back a tenth of one.
 _LONG = 4096
+# Words to be ruled out from which the same holds: each is encoded on its own.
+_MANY_WORDS = 16
 
 
 class AsyncEngine:
@@ -171,7 +173,8 @@ class AsyncEngine:
             arrival_time=arrival_time,
             pooling=pooling,
         )
-        prepared = await self._off_loop(prepare) if _is_long(prompt) else prepare()
+        long = _is_long(prompt) or _has_many_words(params)
+        prepared = await self._off_loop(prepare) if long else prepare()
         bell = _Bell(asyncio.get_running_loop(), gone=partial(self.abort, request_id))
         generation = Generation(
             prepared,
@@ -328,3 +331,7 @@ def _is_long(prompt: Any) -> bool:
     if isinstance(prompt, Mapping):
         return any(_is_long(value) for value in prompt.values() if not isinstance(value, Mapping))
     return hasattr(prompt, "__len__") and len(prompt) > _LONG
+
+
+def _has_many_words(params: Any) -> bool:
+    return len(getattr(params, "bad_words", None) or ()) > _MANY_WORDS

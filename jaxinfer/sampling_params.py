@@ -17,6 +17,12 @@ from jaxinfer.errors import InvalidRequestError, quoted
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
+# Each is encoded before its request runs.
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 1024
+# More than any vocabulary.
+MAX_ALLOWED_TOKEN_IDS = 2**19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +98,13 @@ class SamplingParams:
         put = object.__setattr__
         put(self, "seed", None if self.seed == -1 else self.seed)
         put(self, "stop", _stop_strings(self.stop))
-        put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         put(self, "logprob_token_ids", _ids("logprob_token_ids", self.logprob_token_ids))
         put(self, "bad_words", _bad_words(self.bad_words))
         put(self, "bad_words_token_ids", _id_sequences(self.bad_words_token_ids))
         if self.allowed_token_ids is not None:
-            put(self, "allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            put(self, "allowed_token_ids", allowed)
             if not self.allowed_token_ids:
                 raise InvalidRequestError(
                     "allowed_token_ids must not be empty", "allowed_token_ids"
@@ -232,18 +239,25 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _bad_words(words: Sequence[str] | None) -> tuple[str, ...]:
-    items = _items("bad_words", words, "a list of strings")
+    items = _items("bad_words", words, "a list of strings", MAX_BAD_WORDS)
     for word in items:
         if not isinstance(word, str) or not word:
             raise InvalidRequestError(
                 f"bad_words: expected a word, got {quoted(word)}", "bad_words"
             )
+        if len(word) > MAX_BAD_WORD_LENGTH:
+            raise InvalidRequestError(
+                f"bad_words: a word may have {MAX_BAD_WORD_LENGTH} characters, got {len(word)}",
+                "bad_words",
+            )
     return items
 
 
-def _ids(param: str, ids: Any) -> tuple[int, ...]:
-    items = _items(param, ids, "a list of token ids")
+def _ids(param: str, ids: Any, most: int | None = None) -> tuple[int, ...]:
+    items = _items(param, ids, "a list of token ids", most)
     for i in items:
+        if type(i) is int and i >= 0:
+            continue
         if isinstance(i, bool) or not isinstance(i, Integral) or i < 0:
             raise InvalidRequestError(f"{param} must hold token ids ≥ 0, got {quoted(i)}", param)
     return tuple(map(int, items))
@@ -276,13 +290,16 @@ def _logit_bias(bias: Mapping[int, float]) -> dict[int, float]:
     return {i: max(-100.0, min(100.0, float(v))) for i, v in zip(ids, bias.values(), strict=True)}
 
 
-def _items(param: str, values: Any, expected: str) -> tuple[Any, ...]:
-    """Return the items of a list or array; none if it is None."""
+def _items(param: str, values: Any, expected: str, most: int | None = None) -> tuple[Any, ...]:
+    """Return the items of a list or array, at most so many; none if it is None."""
     if values is None:
         return ()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise InvalidRequestError(f"{param} must be {expected}, got {quoted(values)}", param)
-    return tuple(values)
+    items = tuple(values)
+    if most is not None and len(items) > most:
+        raise InvalidRequestError(f"{param} may hold {most} entries, got {len(items)}", param)
+    return items
 
 
 def _is_finite(value: Any) -> bool:

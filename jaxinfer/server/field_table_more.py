@@ -58,7 +58,7 @@ SAMPLING: Mapping[str, Fate] = {
     "stop": Implemented(meaning="A string or strings that end the text and are not part of it."),
     "stop_token_ids": Implemented(meaning="Tokens that end the output like an end-of-sequence."),
     "ignore_eos": Implemented(meaning="Go on after the model's own end-of-sequence tokens."),
-    "bad_words": Implemented(meaning="Strings that must not be produced."),
+    "bad_words": Implemented(meaning="Strings that must not be produced; at most 1,024."),
     "allowed_token_ids": Implemented(meaning="If given, nothing else is produced."),
     "logit_bias": Implemented(
         meaning="Token id → value added to its logit before anything else, in [-100, 100]; or "

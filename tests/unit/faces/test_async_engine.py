@@ -229,6 +229,27 @@ def test_aborting_what_ended_or_never_was_is_no_error():
         run(main())
 
 
+def test_many_words_to_rule_out_are_encoded_beside_the_event_loop():
+    threads = set()
+
+    async def main():
+        for num_words in (1, 100):
+            threads.clear()
+            words = [f"w{i}" for i in range(num_words)]
+            await whole(engine, params=SamplingParams(max_tokens=1, bad_words=words))
+            assert all("encode" in name for name in threads) == (num_words > 1), threads
+
+    with serving() as engine:
+        encode = engine.tokenizer.encode_bad_word
+
+        def noting(word):
+            threads.add(threading.current_thread().name)
+            return encode(word)
+
+        engine.tokenizer.encode_bad_word = noting
+        run(main())
+
+
 def test_a_forgotten_stream_is_aborted():
     async def main():
         async for _ in engine.generate("hi", LONG, "forgotten"):
