@@ -62,6 +62,7 @@ def offline(
         max_num_seqs=max(batches),
         max_model_len=longest,
         enable_prefix_caching=False,
+        warmup=False,  # only what the workload needs is compiled, before it is timed
         max_num_batched_tokens=max(config.max_num_batched_tokens, *batches),
     )
     loaded = loading.load(config)

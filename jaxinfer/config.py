@@ -21,7 +21,8 @@ class EngineConfig:
     Attributes:
         model: A GGUF or safetensors file, a folder, a hub id, or None for the embedded default.
         tokenizer: Where the tokenizer comes from, if not from the model.
-        dtype: Of weights and activations. "auto" is float32 on CPU, bfloat16 elsewhere.
+        dtype: Of weights and activations. "auto" is bfloat16, but float32 on a CPU without our
+            kernels.
         kv_cache_dtype: Of keys and values in KV pages. "auto" is `dtype`. "int8" and "fp8_e4m3"
             take about half the memory of bfloat16: each token's keys and values of a head share a
             scale.

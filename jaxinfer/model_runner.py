@@ -143,7 +143,7 @@ class ModelRunner:
         self.start_compiling()
         self.programs.compiled.wait(self.programs.first, on_progress)
         hidden = self.forward(StepPlan(rows=()), self.config.token_buckets[0])
-        B = self.config.row_buckets[0]
+        B = self.config.row_buckets[-1]
         self.call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
         jax.block_until_ready(self._last_sampled)
 

@@ -29,13 +29,9 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         ConfigError: The KV memory does not hold one sequence of the length asked for.
     """
     platform = jax.default_backend()
-    dtype = config.dtype
-    if dtype == "auto":
-        # XLA:CPU multiplies thin bfloat16 batches 15 times slower than float32.
-        dtype = "float32" if platform == "cpu" else "bfloat16"
+    dtype, kernels = _dtype_and_kernels(config, platform)
     kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     _check_page_dtype(kv_cache_dtype, model_config)
-    kernels = _kernels(config, platform, same_dtype=kv_cache_dtype == dtype)
     longest = model_config.max_position_embeddings
     if config.max_model_len and config.max_model_len > longest:
         raise ConfigError(
@@ -161,6 +157,22 @@ def _within_reach(num_pages: int, config: EngineConfig, attention: str, shape: C
         )
     logger.warning("%d pages instead of %d: the GPU kernels address no more", most, num_pages)
     return most
+
+
+def _dtype_and_kernels(config: EngineConfig, platform: str) -> tuple[str, str]:
+    """Decide the number type, and whether the C++ kernels run: they want KV pages of the same.
+
+    "auto" is bfloat16, but float32 on a CPU without the kernels: XLA:CPU multiplies thin batches of
+    bfloat16 15 times slower. `docs/adr/0010-bfloat16-on-cpus.md` has the figures.
+    """
+    dtype = config.dtype
+    if dtype == "auto":
+        asked = platform == "cpu" and config.kv_cache_dtype == "float32"
+        dtype = "float32" if asked else "bfloat16"
+    kernels = _kernels(config, platform, same_dtype=config.kv_cache_dtype in ("auto", dtype))
+    if config.dtype == "auto" and platform == "cpu" and kernels != "cpu":
+        dtype = "float32"
+    return dtype, kernels
 
 
 def _kernels(config: EngineConfig, platform: str, *, same_dtype: bool) -> str:

@@ -37,7 +37,7 @@ def run_offline(
     """Measure and return machine, settings, ceilings and a point for each batch size.
 
     Args:
-        loaded: Without prefix caching, and with room for the largest batch.
+        loaded: Without prefix caching and warm-up, and with room for the largest batch.
         batches: Requests at once.
         prompt_tokens: Of each request.
         new_tokens: Of each request.
@@ -45,8 +45,6 @@ def run_offline(
         on_progress: Told what is measured next.
     """
     llm = LLM.from_loaded(loaded)
-    on_progress("compiling")
-    llm.finish_warmup()
     on_progress("measuring what the machine can do")
     ceilings = measure_ceilings(llm.config)
     cost = ModelCost.of(loaded.model_config, llm.config)
@@ -84,11 +82,17 @@ def run_offline(
 
 
 def _seconds(llm: LLM, work: Workload, vocab_size: int, new_tokens: int) -> float:
+    """Time a batch; one in which a program was compiled does not count, and is run again."""
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     prompts = work.prompts(vocab_size)
-    start = time.perf_counter()
-    llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - start
+    while True:
+        num_programs = llm.stats.compilations_total
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        # There are few programs, so this ends.
+        if llm.stats.compilations_total == num_programs:
+            return seconds
 
 
 def _point(

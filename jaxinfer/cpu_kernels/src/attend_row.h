@@ -127,10 +127,8 @@ void attend_queries(
     // Blocks lie at multiples of their size.
     int end = (start / kBlockKeys + 1) * kBlockKeys;
     int n = (end < task.end ? end : task.end) - start;
-    for (int j = 0; j < n; j++) {
-      keys[j] = key_at<P>(job, job.k_pages, task.row, task.head, start + j);
-      values[j] = key_at<P>(job, job.v_pages, task.row, task.head, start + j);
-    }
+    keys_at(job, job.k_pages, task.row, task.head, start, n, keys);
+    keys_at(job, job.v_pages, task.row, task.head, start, n, values);
     // The next of scattered pages, while this one is multiplied.
     for (int j = 0; j < n; j++) ask_for(values[j], H);
     // Fours read the last key again where there are fewer; `soften` drops what comes of it.
@@ -142,8 +140,9 @@ void attend_queries(
       sums[g] = sums[g] * rescale[g] + sum;
     }
     start += n;
-    for (int s = start; s < task.end && s < start + kBlockKeys; s++)
-      ask_for(key_at<P>(job, job.k_pages, task.row, task.head, s), H);
+    int next = task.end - start < kBlockKeys ? task.end - start : kBlockKeys;
+    keys_at(job, job.k_pages, task.row, task.head, start, next, keys);
+    for (int j = 0; j < next; j++) ask_for(keys[j], H);
     add_values<Q>(scores, values, n, H, rescale, weighted);
   }
 }
@@ -164,6 +163,18 @@ void attend_all_queries(
     attend(job, task, q + at, weighted + at, peak + g, sums + g);
     g += n;
   }
+}
+
+// Asks memory for the first keys of a task that comes next: nothing else does before it begins.
+void ask_for_row(const AttentionJob& job, const RowTask& task) {
+  int n = task.end - task.first < kBlockKeys ? task.end - task.first : kBlockKeys;
+  auto ask = [&](auto page) {
+    using P = decltype(page);
+    const P* keys[kBlockKeys];
+    keys_at(job, job.k_pages, task.row, task.head, task.first, n, keys);
+    for (int j = 0; j < n; j++) ask_for(keys[j], job.head_dim);
+  };
+  job.page_number == Number::kFloat32 ? ask(0.0f) : ask(bf16{});
 }
 
 void attend_row(const AttentionJob& job, const RowTask& task, void* memory) {

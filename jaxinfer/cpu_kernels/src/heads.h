@@ -77,6 +77,21 @@ JI_INLINE const P* key_at(const AttentionJob& job, const void* pages, int row, i
   return (const P*)pages + page_offset(job, page, head, s % job.page_size);
 }
 
+// Where the heads of `n` positions from `start` on lie. A page's lie one behind the other: a division
+// for each of them would take as long as the products with it.
+template <class P>
+JI_INLINE void keys_at(
+    const AttentionJob& job, const void* pages, int row, int head, int start, int n,
+    const P** out) {
+  const int* table = job.page_table + (size_t)row * job.pages_per_row;
+  int page = start / job.page_size, offset = start % job.page_size;
+  for (int j = 0; j < n; page++, offset = 0) {
+    const P* first = (const P*)pages + page_offset(job, table[page], head, offset);
+    int end = j + job.page_size - offset;
+    for (end = end < n ? end : n; j < end; j++, first += job.head_dim) out[j] = first;
+  }
+}
+
 JI_INLINE void write_to_page(
     const AttentionJob& job, void* pages, const float* x, int page, int head, int offset) {
   size_t at = page_offset(job, page, head, offset);

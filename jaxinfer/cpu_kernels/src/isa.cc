@@ -9,7 +9,8 @@ namespace jaxinfer {
 
 extern const Kernels JI_NAME(ISA);
 const Kernels JI_NAME(ISA) = {
-    prepare_row, panels, store_token, attend_row, attend_tile, merge_row, scratch_bytes,
+    prepare_row, panels,    store_token,   attend_row,
+    ask_for_row, attend_tile, merge_row, scratch_bytes,
 };
 
 }  // namespace jaxinfer

@@ -103,6 +103,8 @@ struct Kernels {
   // Writes the new key and value of one token and KV head to its page.
   void (*store_token)(const AttentionJob&, int token, int head, void* scratch);
   void (*attend_row)(const AttentionJob&, const RowTask&, void* scratch);
+  // Asks memory for what `attend_row` of this task reads first.
+  void (*ask_for_row)(const AttentionJob&, const RowTask&);
   void (*attend_tile)(const AttentionJob&, const TileTask&, void* scratch);
   // out = the merged softmax of `num_parts` row tasks.
   void (*merge_row)(const AttentionJob&, const RowTask* parts, int num_parts);

@@ -10,6 +10,9 @@ namespace {
 // depend on its own length only.
 constexpr int kPartKeys = 512;
 
+// Of the rows' tasks, parts for each thread: few enough to have a next one, enough to even out.
+constexpr int kRowParts = 6;
+
 // Queries of a tile, over all heads of its group.
 constexpr int kTileQueries = 96;
 
@@ -93,7 +96,9 @@ void run_attention(const AttentionJob& job, const Rows& rows, const Kernels& ker
   // `plan` is this thread's; the tasks that run on others are given it by name.
   const Plan& shared = plan;
   int num_tiles = static_cast<int>(plan.tiles.size());
-  int num_tasks = num_tiles + static_cast<int>(plan.rows.size());
+  int num_rows = static_cast<int>(plan.rows.size());
+  // Rows' tasks are taken several at a time, so that one can ask memory for what the next reads.
+  int row_parts = std::min(num_rows, kRowParts * pool.num_threads());
   size_t bytes = kernels.scratch_bytes(job, num_tiles ? tile_tokens(job) : 1);
   // A row that is one task a head stores its own key. Others' keys must stand before they are read.
   bool store_first = job.slots && (shared.is_split || num_tiles);
@@ -107,12 +112,17 @@ void run_attention(const AttentionJob& job, const Rows& rows, const Kernels& ker
           kernels.store_token(job, token, head, memory);
     });
   }
-  pool.run(num_tasks, [&](int i) {
+  pool.run(num_tiles + row_parts, [&](int i) {
     void* memory = scratch_memory(bytes);
     if (i < num_tiles) return kernels.attend_tile(job, shared.tiles[i], memory);
-    const RowTask& task = shared.rows[i - num_tiles];
-    if (job.slots && !store_first) kernels.store_token(job, task.token, task.head, memory);
-    kernels.attend_row(job, task, memory);
+    auto at = [&](int part) { return static_cast<int>(int64_t{num_rows} * part / row_parts); };
+    int part = i - num_tiles, end = at(part + 1);
+    for (int j = at(part); j < end; j++) {
+      const RowTask& task = shared.rows[j];
+      if (j + 1 < end) kernels.ask_for_row(job, shared.rows[j + 1]);
+      if (job.slots && !store_first) kernels.store_token(job, task.token, task.head, memory);
+      kernels.attend_row(job, task, memory);
+    }
   });
   if (!shared.is_split) return;
   for (size_t i = 0; i + 1 < shared.parts.size(); i++) {

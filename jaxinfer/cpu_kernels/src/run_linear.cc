@@ -32,6 +32,10 @@ class Buffer {
 // Below so many inputs the rows are made ready sooner than a second thread is called.
 constexpr size_t kSharedInputs = 16384;
 
+// Multiplications of a part of a product, about 10 microseconds': what a thread may have to wait for
+// another's last part.
+constexpr int64_t kPartProducts = 1 << 20;
+
 // Rows computed with one load of a group of panels: of both, what the caches hold.
 constexpr int kBlockRows = 192;
 
@@ -66,9 +70,10 @@ void run_linear(LinearJob job, const Kernels& kernels, Pool& pool) {
   int width = job.gate == Gate::kNone ? kLanes : kLanes / 2;
   int num_panels = (job.num_outputs + width - 1) / width;
   int row_blocks = (job.num_rows + kBlockRows - 1) / kBlockRows;
-  // A few parts a thread: enough to even out, not so many that taking them costs.
-  int panel_blocks = std::min(num_panels, std::max(1, 6 * pool.num_threads() / row_blocks));
-  if (row_blocks > 1) panel_blocks = std::max(panel_blocks, std::min(num_panels, 8));
+  // A few parts a thread, however small; else so many that they even out.
+  int64_t products = int64_t{job.num_rows} * job.num_inputs * num_panels * kLanes;
+  int64_t parts = std::max<int64_t>(6 * pool.num_threads(), products / kPartProducts);
+  int panel_blocks = static_cast<int>(std::clamp<int64_t>(parts / row_blocks, 1, num_panels));
   pool.run(row_blocks * panel_blocks, [&](int i) {
     int rows = i / panel_blocks, panels = i % panel_blocks;
     auto at = [&](int n, int part, int parts) {

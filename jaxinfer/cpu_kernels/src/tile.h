@@ -91,19 +91,16 @@ template <Format F>
 constexpr int kTileRows = F == Format::kInt8 ? (W == 16 ? 6 : 2) : (W == 16 ? 12 : 4);
 constexpr int kColumns = 2;  // vectors of outputs at a time
 
-// A panel is read once, front to back; 4 KB ahead is beyond the page where the hardware's own
-// prefetch stops. With more rows the product takes longer than the reading.
-template <int R>
-JI_INLINE void read_ahead(const uint32_t* line) {
-  if constexpr (R <= 4) __builtin_prefetch(line + 32 * kLanes);
-}
+// A panel is read front to back; 4 KB ahead is beyond the page where the hardware's own prefetch
+// stops. With many rows the product takes longer than the reading, but not than a stop at each page.
+JI_INLINE void read_ahead(const uint32_t* line) { __builtin_prefetch(line + 32 * kLanes); }
 
 template <Format F, int R>
 JI_INLINE void sum_products(
     const uint32_t* rows, size_t stride, const uint32_t* line, int num_groups,
     vf sums[R][kColumns]) {
   for (int g = 0; g < num_groups; g++, line += kLanes) {
-    read_ahead<R>(line);
+    read_ahead(line);
     Parts left = weight_parts<F>(load_words(line));
     Parts right = weight_parts<F>(load_words(line + W));
 #pragma GCC unroll 12
@@ -128,7 +125,7 @@ JI_INLINE void sum_blocks(
       for (int c = 0; c < kColumns; c++) block[r][c] = splat((int32_t)rows[r * stride + 1]);
     int n = num_groups < kBlockGroups ? num_groups : kBlockGroups;
     for (int g = 0; g < n; g++, line += kLanes) {
-      read_ahead<R>(line);
+      read_ahead(line);
       Parts left = weight_parts<Format::kInt8>(load_words(line));
       Parts right = weight_parts<Format::kInt8>(load_words(line + W));
 #pragma GCC unroll 12

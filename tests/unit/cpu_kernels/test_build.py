@@ -107,3 +107,21 @@ def test_other_flags_make_another_library(monkeypatch: pytest.MonkeyPatch) -> No
     before = build.digest_of(compiler)
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
     assert build.digest_of(compiler) != before
+
+
+def test_auto_is_bfloat16_where_the_kernels_run() -> None:
+    def resolved(**settings: str) -> tuple[str, str, str]:
+        config = resolve(EngineConfig(**SETTINGS, **settings), config_of("llama3"))
+        return config.dtype, config.kv_cache_dtype, config.kernels
+
+    assert resolved() == ("bfloat16", "bfloat16", "cpu")
+    assert resolved(quantization="int8") == ("bfloat16", "bfloat16", "cpu")
+    assert resolved(dtype="float32") == ("float32", "float32", "cpu")
+    assert resolved(kv_cache_dtype="float32") == ("float32", "float32", "cpu")
+    # Plain XLA multiplies thin batches of bfloat16 many times slower than float32.
+    assert resolved(kernels="xla") == ("float32", "float32", "xla")
+    assert resolved(kv_cache_dtype="int8") == ("float32", "int8", "xla")
+
+
+def test_auto_is_float32_without_a_compiler(no_compiler: None) -> None:
+    assert resolve(EngineConfig(**SETTINGS), config_of("llama3")).dtype == "float32"
