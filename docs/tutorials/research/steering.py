@@ -50,7 +50,7 @@ size = float(np.linalg.norm(typical.captures[LAYER]))
 
 # %%
 question = [{"role": "user", "content": "Tell me in one sentence how your day was."}]
-coefficients = np.linspace(-0.6, 0.6, 9)
+coefficients = np.linspace(-0.4, 0.4, 9)
 answers = llm.chat(
     [question] * len(coefficients),
     SamplingParams(max_tokens=24, temperature=0.0),
