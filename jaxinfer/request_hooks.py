@@ -25,8 +25,9 @@ class HookArguments(TypedDict, total=False):
         capture: Names of values to return, `*` for any layer: "layers.*.resid_post". All names are
             listed by `LLM.hook_points`, and explained in `jaxinfer.hook_tap`.
         positions: Of which tokens: see `jaxinfer.hooks.select_positions`. None: all.
-        edits: Made by the functions of `jaxinfer.edits`: one or a list for all prompts, or a list
-            with an entry for each prompt, which is None, an edit or a list of them.
+        edits: Made by the functions of `jaxinfer.edits`: one for all prompts, or a list with an
+            entry for each prompt, which is None, an edit or a list of them. Of a single prompt, a
+            list of edits is its own.
         capture_to: A folder for the captures, one file for each sample: they are written as
             requests end, and what the outputs then hold is read from there when looked at.
     """
@@ -86,11 +87,13 @@ def _per_request(edits: Edits, count: int) -> list[tuple[Edit, ...]]:
         return [()] * count
     if isinstance(edits, Edit):
         return [(edits,)] * count
-    if edits and all(isinstance(edit, Edit) for edit in edits):
-        return [tuple(cast("Sequence[Edit]", edits))] * count
+    if count == 1 and all(isinstance(edit, Edit) for edit in edits):
+        return [tuple(cast("Sequence[Edit]", edits))]
     if len(edits) != count:
         raise InvalidRequestError(
-            f"expected edits for all {count} prompts or an entry for each, got {len(edits)}",
+            f"expected one edit for all {count} prompts, or a list with an entry for each (None, "
+            f"an edit or a list of edits), got a list of {len(edits)}; for several edits of all "
+            "prompts, repeat their list",
             "edits",
         )
     each = []

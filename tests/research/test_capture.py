@@ -79,7 +79,7 @@ def test_a_cached_prefix_is_computed_again_and_leaves_no_hole(llama):
 
 def test_preempted_requests_have_every_position_once():
     """Pages for one and a half: somebody has to give way in the middle."""
-    engine = make_engine("llama3", (8, 32), num_pages=10, max_num_seqs=4)
+    engine = make_engine("llama3", (8, 32), num_pages=10, max_num_seqs=4, max_model_len=64)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     chunks: dict[str, list[CapturedChunk]] = {"a": [], "b": [], "c": []}
     for name in chunks:
@@ -209,7 +209,7 @@ def test_quantized_weights_can_be_looked_into():
     exact = golden("llama3", "hooks/attn_weights")[1]
     # int8 weights and keys: close to the float32 reference, and not it.
     distance = np.abs(weights[: len(ids), :, : len(ids)] - np.moveaxis(exact, 0, 1)).max()
-    assert 1e-6 < distance < 0.1
+    assert 1e-6 < distance < 0.2
     assert output.captures["logits"][-1].argmax() == output.outputs[0].token_ids[-1]
 
 

@@ -155,6 +155,24 @@ def test_patching_from_another_run_carries_its_answer_over(llama):
     assert first(target) != first(source)
 
 
+def test_a_list_of_edits_has_one_entry_for_each_prompt(llama):
+    """Plus and minus for two prompts are not their sum for both."""
+    llm, _ = llama
+    ids = prompt_of("llama3", "short")
+    vector = np.linspace(-40, 40, D)
+    ahead, back = edits.add("embed", vector), edits.add("embed", -vector)
+    one_each = llm.generate([ids, ids], GREEDY, capture="final", edits=[ahead, back])
+    both_for_both = llm.generate([ids, ids], GREEDY, capture="final", edits=[[ahead, back]] * 2)
+    (both,) = llm.generate([ids], GREEDY, capture="final", edits=[ahead, back])
+    plain = llm.generate([ids], GREEDY, capture="final")[0].captures["final"]
+    for output in (*both_for_both, both):
+        np.testing.assert_allclose(output.captures["final"], plain, atol=1e-3)
+    for output in one_each:
+        assert np.abs(output.captures["final"] - plain).max() > 0.1
+    with pytest.raises(InvalidRequestError, match="an entry for each"):
+        llm.generate([ids, ids, ids], GREEDY, edits=[ahead, back])
+
+
 def test_where_divides_prompt_from_output(llama):
     llm, _ = llama
     ids = prompt_of("llama3", "short")

@@ -50,7 +50,7 @@ size = float(np.linalg.norm(typical.captures[LAYER]))
 
 # %%
 question = [{"role": "user", "content": "Tell me in one sentence how your day was."}]
-coefficients = np.linspace(-0.6, 0.6, 9)
+coefficients = np.linspace(-0.4, 0.4, 9)
 answers = llm.chat(
     [question] * len(coefficients),
     SamplingParams(max_tokens=24, temperature=0.0),
@@ -87,7 +87,8 @@ fig.tight_layout()
 fig.savefig(FOLDER / "steering.png", dpi=80)
 
 # %% [markdown]
-# The finding: the odds follow the knob, from sad to glad.
+# The finding: the odds follow the knob, from sad to glad, and so does the tone of the answers; far
+# out on either side the sentences fall apart before the mood gets any stronger.
 
 # %%
 assert np.corrcoef(coefficients, log_odds)[0, 1] > 0.8

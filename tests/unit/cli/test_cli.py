@@ -102,6 +102,7 @@ OTHER_VALUES: dict[str, Any] = {
     "enable_prefix_caching": False,
     "scheduling_policy": "priority",
     "overlap": False,
+    "deterministic": True,
     "warmup": False,
     "seed": 3,
     "max_logprobs": 5,
@@ -136,6 +137,7 @@ def test_every_setting_is_a_flag(name: str, serve_calls):
     value = OTHER_VALUES[name]
     flag = name.replace("_", "-")
     args = [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+    args = [f"--{flag}"] if value is True else args
     assert run("serve", *args).exit_code == 0
     assert serve_calls[0]["config"] == dataclasses.replace(EngineConfig(), **{name: value})
 
