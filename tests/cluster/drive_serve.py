@@ -17,7 +17,8 @@ import httpx
 import ray
 from ray import serve
 
-from jaxinfer.cluster.application import ClusterSettings, build
+from jaxinfer.cluster.application import build
+from jaxinfer.cluster.settings import ClusterSettings
 from tests.cluster.loading import Reciting
 
 PORT = 18_733
