@@ -183,5 +183,5 @@ def test_a_host_that_hangs_is_noticed_by_an_idle_server_and_a_lost_leader_by_its
         leader.wait_for("hangs: no answer for 5 s")
         leader.process.kill()
         follower.process.send_signal(signal.SIGCONT)
-        assert follower.process.wait(30) == 1, follower.text
+        assert follower.process.wait(30) != 0, follower.text
         follower.wait_for("host 0 has ended")
