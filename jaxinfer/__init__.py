@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxinfer.config import EngineConfig
     from jaxinfer.llm import LLM
     from jaxinfer.outputs import CompletionOutput, RequestOutput
+    from jaxinfer.replicas import Replicas
     from jaxinfer.sampling_params import SamplingParams
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncEngine",
     "CompletionOutput",
     "EngineConfig",
+    "Replicas",
     "RequestOutput",
     "SamplingParams",
 ]
@@ -30,6 +32,7 @@ _HOMES = {
     "AsyncEngine": "jaxinfer.async_engine",
     "CompletionOutput": "jaxinfer.outputs",
     "EngineConfig": "jaxinfer.config",
+    "Replicas": "jaxinfer.replicas",
     "RequestOutput": "jaxinfer.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
 }

@@ -60,3 +60,10 @@ def test_the_whole_api_goes_through_the_front(report):
 
 def test_placing_by_prefix_finds_more_in_the_caches_than_round_robin(report):
     assert report["prefix"] > report["round-robin"] + 0.1
+
+
+def test_replicas_grow_with_the_queue_and_are_replaced_without_a_lost_request(report):
+    scaled = report["scaled"]
+    assert scaled["before"] == 1 and scaled["grown"] == 2
+    assert scaled["after"] >= scaled["grown"] + 2  # new processes with the new settings
+    assert scaled["statuses"] == [200]
