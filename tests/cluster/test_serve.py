@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,7 +22,7 @@ def run(module: str, *args: str) -> dict:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
         env={
             **os.environ,
