@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxinfer.function import functional
     from jaxinfer.llm import LLM
     from jaxinfer.outputs import CompletionOutput, RequestOutput
+    from jaxinfer.replicas import Replicas
     from jaxinfer.sampling_params import SamplingParams
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "AsyncEngine",
     "CompletionOutput",
     "EngineConfig",
+    "Replicas",
     "RequestOutput",
     "SamplingParams",
     "functional",
@@ -32,6 +34,7 @@ _HOMES = {
     "AsyncEngine": "jaxinfer.async_engine",
     "CompletionOutput": "jaxinfer.outputs",
     "EngineConfig": "jaxinfer.config",
+    "Replicas": "jaxinfer.replicas",
     "RequestOutput": "jaxinfer.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
     "functional": "jaxinfer.function",

@@ -25,6 +25,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.errors import ConfigError
 from jaxinfer.hosts import Follower, LeadingEngine, LeadingRunner, join, replay
+from jaxinfer.hosts.channel import STOP
 from jaxinfer.hosts.messages import Message
 from jaxinfer.memory import default_cache_dir
 from jaxinfer.model_runner import ModelRunner
@@ -98,7 +99,7 @@ def load(
     if config.data_parallel_size > 1:
         raise ConfigError(
             f"data_parallel_size={config.data_parallel_size} needs a face that holds several "
-            "engines: `jaxinfer serve`, `jaxinfer run-batch` or `jaxinfer.replicas.Replicas`"
+            "engines: `jaxinfer serve`, `jaxinfer run-batch` or `jaxinfer.Replicas`"
         )
     channel = join(config) if config.num_hosts > 1 or config.host_rank else None
     if isinstance(channel, Follower):
@@ -161,7 +162,10 @@ def follow(config: EngineConfig, progress: bool = True) -> None:
     assert isinstance(channel, Follower), "host 0 loads, the others follow"
     _keep_programs(config)
     own = ("model", "tokenizer", "host_rank", "compilation_cache_dir")
-    settings = json.loads(channel.receive().text)
+    message = channel.receive()
+    if message.word == STOP:
+        return  # host 0 could not load
+    settings = json.loads(message.text)
     config = EngineConfig(**{**settings, **{name: getattr(config, name) for name in own}})
     source = ModelSource.open(config.model)
     model_config = family_of(source.config).translate(source.config)

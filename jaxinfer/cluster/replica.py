@@ -75,7 +75,8 @@ class EngineReplica:
         options: Mapping[str, Any] | None = None,
         load: Load | None = None,
     ):
-        self.state = ServerState(ServerOptions(**{"playground": False, **(options or {})}))
+        fields: dict[str, Any] = {"playground": False, **(options or {})}
+        self.state = ServerState(ServerOptions(**fields))
         self.state.serve((load or _load)(EngineConfig(**settings)))
         self._app = create_app(self.state)
 

@@ -60,7 +60,8 @@ def join(config: EngineConfig) -> Leader | Follower:
     if config.host_rank:
         port, *secret = multihost_utils.broadcast_one_to_all(_words()).tolist()
         return Follower(host, port, bytes(np.array(secret, np.uint32)), config)
-    with socket.create_server((host, 0)) as listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
         words = _words(listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.uint32))
         multihost_utils.broadcast_one_to_all(words)
         return Leader(listener, bytes(words[1:]), config.num_hosts - 1, _timeout_s(config))

@@ -12,8 +12,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYetError
+from concurrent.futures import Future, wait
 from time import monotonic
 from typing import Any
 
@@ -126,22 +125,17 @@ class LeadingRunner(ModelRunner):
         future: Future[Result] = Future()
         self._calls.put((future, call))
         deadline = monotonic() + self._timeout_s
-        while True:
-            try:
-                result = future.result(_LOOK_S)
-            except NotYetError:
-                if future.done():
-                    raise  # the call's own
-                self._channel.check()
-                if monotonic() > deadline:
-                    raise HostLostError(
-                        f"the devices gave no answer for {self._timeout_s:g} s: a host hangs; "
-                        "start all hosts again"
-                    ) from None
-                continue
-            # What was computed while somebody was lost is not to be trusted.
+        while not wait((future,), _LOOK_S).done:
             self._channel.check()
-            return result
+            if monotonic() > deadline:
+                raise HostLostError(
+                    f"the devices gave no answer for {self._timeout_s:g} s: a host hangs; "
+                    "start all hosts again"
+                )
+        result = future.result()
+        # What was computed while somebody was lost is not to be trusted.
+        self._channel.check()
+        return result
 
     def _call(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -234,7 +234,9 @@ def _follow(config: EngineConfig) -> None:
         loading.follow(config)
     except Exception as error:
         _report_load_failure(error)
-        _exit_now(EXIT_LOAD_FAILED)  # without waiting for the other hosts, as jax would
+        _exit_now(EXIT_LOAD_FAILED)
+    # Not as jax would: it calls host 0 to take leave, and aborts if that one is gone already.
+    _exit_now(0)
 
 
 def _allow_many_connections() -> None:

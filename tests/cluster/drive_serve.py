@@ -9,6 +9,8 @@ import random
 import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ import httpx
 import ray
 from ray import serve
 
-from jaxinfer.cluster.application import ClusterSettings, build
+from jaxinfer.cluster.application import build
+from jaxinfer.cluster.settings import ClusterSettings
 from tests.cluster.loading import Reciting
 
 PORT = 18_733
@@ -26,8 +29,11 @@ NUM_REQUESTS, WIDTH, KILL_AFTER = 200, 40, 60
 NUM_PREFIXES, PREFIX_CHARS = 16, 384
 
 
-def start(settings: dict[str, Any], folder: Path, step_s: float) -> None:
-    args = ClusterSettings(min_replicas=2, max_replicas=2, num_cpus=0.5, **settings)
+def start(
+    settings: dict[str, Any], folder: Path, step_s: float, num_replicas: tuple[int, int] = (2, 2)
+) -> None:
+    least, most = num_replicas
+    args = ClusterSettings(min_replicas=least, max_replicas=most, num_cpus=0.25, **settings)
     serve.run(build(args, Reciting(folder, step_s)), name="jaxinfer")
 
 
@@ -110,6 +116,33 @@ def hits(router: str, folder: Path) -> float:
     return cached / sum(usage["prompt_tokens"] for usage in usages)
 
 
+def grow_and_roll(folder: Path) -> dict[str, Any]:
+    """One replica becomes two under load; then both are replaced while requests come."""
+    for path in folder.iterdir():
+        path.unlink()
+    settings = {"upscale_delay_s": 1, "target_ongoing_requests": 4, "drain_timeout_s": 20}
+    start(settings, folder, 0.02, num_replicas=(1, 2))
+    before = len(list(folder.iterdir()))
+    rest = {"max_tokens": 12, "ignore_eos": True}
+    bodies = [{"prompt": f"{i:04d}" * 16, **rest} for i in range(100)]
+    statuses: list[int] = []
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(folder.iterdir())) < 2 and time.monotonic() < deadline:
+        statuses += [answer.status_code for answer in asyncio.run(ask_all(bodies))]
+    grown = len(list(folder.iterdir()))
+    rolled = threading.Thread(
+        target=start,
+        args=({**settings, "engine": {"max_num_seqs": 16}}, folder, 0.02),
+        kwargs={"num_replicas": (2, 2)},
+    )
+    rolled.start()
+    while rolled.is_alive():
+        statuses += [answer.status_code for answer in asyncio.run(ask_all(bodies))]
+    statuses += [answer.status_code for answer in asyncio.run(ask_all(bodies))]
+    after = len(list(folder.iterdir()))
+    return {"before": before, "grown": grown, "after": after, "statuses": sorted(set(statuses))}
+
+
 def main() -> None:
     """Print a report."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
@@ -122,6 +155,8 @@ def main() -> None:
             for router in ("prefix", "round-robin"):
                 serve.delete("jaxinfer")
                 report[router] = hits(router, Path(folder))
+            serve.delete("jaxinfer")
+            report["scaled"] = grow_and_roll(Path(folder))
     finally:
         serve.shutdown()
         ray.shutdown()

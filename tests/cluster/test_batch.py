@@ -94,7 +94,7 @@ def test_an_output_belongs_to_one_input(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(290)
+@pytest.mark.timeout(600)
 def test_a_run_that_was_cut_off_goes_on_on_two_engines(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
     from tests.cluster.test_serve import run

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(290)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -22,7 +22,7 @@ def run(module: str, *args: str) -> dict:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=580,
         check=False,
         env={
             **os.environ,
@@ -60,3 +60,10 @@ def test_the_whole_api_goes_through_the_front(report):
 
 def test_placing_by_prefix_finds_more_in_the_caches_than_round_robin(report):
     assert report["prefix"] > report["round-robin"] + 0.1
+
+
+def test_replicas_grow_with_the_queue_and_are_replaced_without_a_lost_request(report):
+    scaled = report["scaled"]
+    assert scaled["before"] == 1 and scaled["grown"] == 2
+    assert scaled["after"] >= scaled["grown"] + 2  # new processes with the new settings
+    assert scaled["statuses"] == [200]

@@ -9,9 +9,11 @@ const INTERVAL_MS = 1000;
 const NUM_SAMPLES = 60;
 const WIDTH = 120;
 const HEIGHT = 28;
+const SHARE = "kv_cache_usage_perc";
 
 /**
- * @typedef {Map<string, number>} Series By name, without prefix; the values of all labels summed.
+ * @typedef {Map<string, number>} Series By name, without prefix; the values of all labels summed,
+ *   shares averaged.
  * @typedef {{label: string, unit: string, meaning: string, top?: number,
  *   value: (now: Series, rate: (name: string) => number) => number}} Gauge
  */
@@ -23,7 +25,7 @@ const GAUGES = [
   { label: "Queue", unit: "", meaning: "Sequences that wait for their turn.",
     value: (now) => now.get("num_requests_waiting") },
   { label: "KV use", unit: "%", top: 100, meaning: "Share of the KV pages that sequences hold.",
-    value: (now) => 100 * now.get("kv_cache_usage_perc") },
+    value: (now) => 100 * now.get(SHARE) },
   { label: "Cache hits", unit: "%", top: 100,
     meaning: "Prompt tokens found in the prefix cache, of all since the start.",
     value: (now) =>
@@ -41,12 +43,15 @@ const GAUGES = [
  */
 export function parseMetrics(text) {
   const series = new Map();
+  let numShares = 0; // one of each replica
   for (const line of text.split("\n")) {
     if (line === "" || line.startsWith("#")) continue;
     const name = line.slice(0, line.search(/[{ ]/)).replace(/^(vllm|jaxinfer):/, "");
     const value = Number(line.slice(line.lastIndexOf(" ") + 1));
     series.set(name, (series.get(name) ?? 0) + value);
+    if (name === SHARE) numShares += 1;
   }
+  if (numShares) series.set(SHARE, series.get(SHARE) / numShares);
   return series;
 }
 
