@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jaxinfer.async_engine import AsyncEngine
     from jaxinfer.config import EngineConfig
     from jaxinfer.llm import LLM
+    from jaxinfer.logits_processor import LogitsProcessor
     from jaxinfer.outputs import CompletionOutput, RequestOutput
     from jaxinfer.sampling_params import SamplingParams
 
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncEngine",
     "CompletionOutput",
     "EngineConfig",
+    "LogitsProcessor",
     "RequestOutput",
     "SamplingParams",
 ]
@@ -30,6 +32,7 @@ _HOMES = {
     "AsyncEngine": "jaxinfer.async_engine",
     "CompletionOutput": "jaxinfer.outputs",
     "EngineConfig": "jaxinfer.config",
+    "LogitsProcessor": "jaxinfer.logits_processor",
     "RequestOutput": "jaxinfer.outputs",
     "SamplingParams": "jaxinfer.sampling_params",
 }
