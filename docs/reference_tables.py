@@ -6,6 +6,7 @@ Tables of records come from their docstrings, the command line from its own help
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import typing
 from collections.abc import Callable
@@ -50,6 +51,18 @@ def sampling() -> str:
     from jaxinfer.sampling_params import SamplingParams
 
     return record_table(SamplingParams)
+
+
+def processors() -> str:
+    """Return the logits processors that come with the engine."""
+    from jaxinfer.builtin_processors import BUILT_INS
+
+    rows = []
+    for name, make in BUILT_INS.items():
+        arguments = [f"{p.name}={p.default!r}" for p in inspect.signature(make).parameters.values()]
+        meaning = " ".join(inspect.cleandoc(make.__doc__ or "").split())
+        rows.append((f"`{name}({', '.join(arguments)})`", meaning))
+    return _table(("processor", "meaning"), rows)
 
 
 def cli() -> str:
@@ -126,6 +139,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "config": config,
     "server": server,
     "sampling": sampling,
+    "processors": processors,
     "cli": cli,
     "http": http,
     "models": models,

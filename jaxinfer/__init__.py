@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jaxinfer.config import EngineConfig
     from jaxinfer.function import functional
     from jaxinfer.llm import LLM
+    from jaxinfer.logits_processor import LogitsProcessor
     from jaxinfer.outputs import CompletionOutput, RequestOutput
     from jaxinfer.replicas import Replicas
     from jaxinfer.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ __all__ = [
     "AsyncEngine",
     "CompletionOutput",
     "EngineConfig",
+    "LogitsProcessor",
     "Replicas",
     "RequestOutput",
     "SamplingParams",
@@ -34,6 +36,7 @@ _HOMES = {
     "AsyncEngine": "jaxinfer.async_engine",
     "CompletionOutput": "jaxinfer.outputs",
     "EngineConfig": "jaxinfer.config",
+    "LogitsProcessor": "jaxinfer.logits_processor",
     "Replicas": "jaxinfer.replicas",
     "RequestOutput": "jaxinfer.outputs",
     "SamplingParams": "jaxinfer.sampling_params",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from jaxinfer.errors import ConfigError
+from jaxinfer.logits_processor import LogitsProcessor
 
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8_e4m3")
@@ -60,6 +61,8 @@ class EngineConfig:
         host_timeout_s: A host that gives no answer for so long is given up, and the engine with it.
         seed: Makes the seeds of unseeded requests reproducible. None: random per process.
         max_logprobs: Most alternatives per token a request may ask for.
+        logits_processors: Compiled at start, so that their first use is no surprise: names of
+            built-in ones, or `module:name` of a `LogitsProcessor` or of a function that makes one.
         max_waiting: Most requests in the waiting queue; None for no limit.
         served_model_name: Name in the API; None takes the model's.
         compilation_cache_dir: Persistent XLA cache. None: the user's cache folder; "" turns it off.
@@ -93,6 +96,7 @@ class EngineConfig:
     host_timeout_s: float = 20.0
     seed: int | None = None
     max_logprobs: int = 20
+    logits_processors: tuple[str | LogitsProcessor, ...] = ()
     max_waiting: int | None = None
     served_model_name: str | None = None
     compilation_cache_dir: str | None = None
@@ -103,6 +107,7 @@ class EngineConfig:
         _one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _one_of("attention_impl", self.attention_impl, ATTENTION_IMPLS)
         _one_of("kernels", self.kernels, KERNELS)
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if self.quantization is not None:
             _one_of("quantization", self.quantization, QUANTIZATIONS)
         for name in (

@@ -19,7 +19,7 @@ from jax import lax
 from jaxinfer.batch import SampledTokens
 from jaxinfer.forward_batch import ForwardBatch
 from jaxinfer.kv_cache import KVCache, PagedAttend, write_token_ids
-from jaxinfer.sampler import History, SamplingInputs, sample
+from jaxinfer.sampler import History, SamplingInputs, sample, sample_processed
 from pallas_kernels import RaggedBatch
 from pallas_kernels.shapes import Array, Int
 
@@ -36,6 +36,7 @@ class Progress:
         running: bool [B], rows that no token has ended.
         counts: int32 [B], tokens sampled.
         sampled: The results, [num_steps, B, ...] each.
+        states: Those of logits processors, [B, ...] each; () without any.
     """
 
     step: Any
@@ -44,6 +45,7 @@ class Progress:
     running: Any
     counts: Any
     sampled: Any
+    states: Any
 
 
 def decode_loop(
@@ -60,7 +62,9 @@ def decode_loop(
     vocab_size: int,
     max_logprobs: int,
     attend_over: Callable[[KVCache, tuple[RaggedBatch, ...], Array], PagedAttend],
-) -> tuple[KVCache, SampledTokens, Int[Array, " B"]]:
+    process: Callable[[Array, Any, SamplingInputs, History], tuple[Array, Any]] | None = None,
+    states: Any = (),
+) -> tuple[KVCache, SampledTokens, Int[Array, " B"], Any]:
     """Run each row until it reaches its limit or an end token, and the loop until none runs.
 
     A step is what the backbone and the sampler do in two programs for rows of one token; slots and
@@ -80,9 +84,12 @@ def decode_loop(
         vocab_size: V.
         max_logprobs: Static width of the alternatives.
         attend_over: `PagedAttend` of a cache, rows by group and slots [num_groups, B].
+        process: Logits processors: (logits [B, V], states, inputs, history) → (logits, states).
+        states: Theirs before the first step, [B, ...] each.
 
     Returns:
-        The cache; the results, [num_steps, B, ...] each; how many of them each row has, int32 [B].
+        The cache; the results, [num_steps, B, ...] each; how many of them each row has, int32 [B];
+        the states after the last of them.
         A row whose logits held a NaN is marked at the step behind its last token.
     """
     max_tokens, end_ids = limits[0], limits[1:]
@@ -95,7 +102,7 @@ def decode_loop(
     def alive(state: Progress) -> Array:
         return state.running & (state.step < max_tokens)
 
-    def draw(logits: Array, state: Progress, cache: KVCache) -> SampledTokens:
+    def draw(logits: Array, state: Progress, cache: KVCache) -> tuple[SampledTokens, Any]:
         positions = batch.positions + state.step + 1  # of the tokens being sampled
         history = History(
             token_pages=cache.token_ids,
@@ -103,7 +110,16 @@ def decode_loop(
             seq_lens=jnp.where(alive(state), positions, 0),
         )
         asked = dataclasses.replace(inputs, positions=positions)
-        return sample(logits, asked, history, max_logprobs=max_logprobs)
+        if process is None:
+            return sample(logits, asked, history, max_logprobs=max_logprobs), state.states
+        sampled, states = sample_processed(
+            logits,
+            asked,
+            history,
+            lambda x: process(x, state.states, asked, history),
+            max_logprobs=max_logprobs,
+        )
+        return sampled, jax.tree.map(partial(_select, alive(state)), states, state.states)
 
     def advance(state: Progress) -> Progress:
         now = alive(state)
@@ -119,7 +135,7 @@ def decode_loop(
         ragged = tuple(ragged._replace(seq_lens=seq_lens) for ragged in batch.ragged)
         attend = attend_over(write_token_ids(state.cache, state.token_ids, slots[0]), ragged, slots)
         logits = head(backbone(state.token_ids, positions, attend))
-        sampled = draw(logits, state, attend.cache)
+        sampled, states = draw(logits, state, attend.cache)
         corrupted = sampled.corrupted & now
         newest = jnp.where(now & ~corrupted, sampled.token_ids, state.token_ids)
         ended = now & (corrupted | ends(newest))
@@ -135,6 +151,7 @@ def decode_loop(
                 state.sampled,
                 sampled,
             ),
+            states=states,
         )
 
     start = Progress(
@@ -145,16 +162,21 @@ def decode_loop(
         running=used & ~((batch.pending_rows >= 0) & ends(token_ids)),
         counts=jnp.zeros_like(token_ids),
         sampled=(),
+        states=states,
     )
     logits = jax.ShapeDtypeStruct((*token_ids.shape, vocab_size), jnp.float32)
     room = jax.tree.map(
         lambda x: jnp.zeros((num_steps, *x.shape), x.dtype),
-        jax.eval_shape(lambda x: draw(x, start, cache), logits),
+        jax.eval_shape(lambda x: draw(x, start, cache)[0], logits),
     )
     state = lax.while_loop(
         lambda state: jnp.any(alive(state)), advance, dataclasses.replace(start, sampled=room)
     )
-    return state.cache, state.sampled, state.counts
+    return state.cache, state.sampled, state.counts, state.states
+
+
+def _select(rows: Array, new: Array, old: Array) -> Array:
+    return jnp.where(rows.reshape(rows.shape + (1,) * (new.ndim - 1)), new, old)
 
 
 def _slots(

@@ -13,14 +13,16 @@ from typing import Any, Protocol
 from jaxinfer.batch import StepPlan, StepResult
 from jaxinfer.compilation import CompileGuard, bucket_of, buckets
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import InvalidRequestError
+from jaxinfer.errors import InvalidRequestError, SnapshotError
 from jaxinfer.hooks import Hooks
+from jaxinfer.logits_processor import LogitsProcessor
 from jaxinfer.metrics import EngineStats
 from jaxinfer.page_groups import WindowPool
 from jaxinfer.page_pool import PagePool
 from jaxinfer.request import FinishReason, Pooling, Request, TokenOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scheduler import Scheduler
+from jaxinfer.snapshot import check_made_for, pack, request_of, request_record, unpack
 from jaxinfer.step_timer import StepTimer
 
 
@@ -40,6 +42,12 @@ class Runner[Hidden, InFlight](Protocol):
     def forward(self, plan: StepPlan) -> Hidden: ...
     def sample(self, plan: StepPlan, hidden: Hidden) -> InFlight: ...
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult: ...
+    @property
+    def identity(self) -> Mapping[str, str]: ...
+    def register(self, processors: Sequence[LogitsProcessor]) -> None: ...
+    def processor_named(self, name: str, leaves: list[Any]) -> LogitsProcessor: ...
+    def processor_states(self, request: Request) -> list[list[Any]]: ...
+    def restore_states(self, request: Request, states: list[list[Any]]) -> None: ...
     def forget(self, request_id: str) -> None: ...
     def finish_warmup(self) -> None: ...
     def close(self) -> None: ...
@@ -94,6 +102,7 @@ class Engine:
         sizes = [(n,) if config.deterministic else buckets(n) for n in most]
         self._token_buckets, self._row_buckets = sizes
         self._in_flight: tuple[StepPlan, object] | None = None
+        self._settled: list[TokenOutput] = []  # learnt between steps, for the next one to return
         self._timer = StepTimer(config.num_decode_steps)
         self._busy_since = 0.0  # when the step in flight had the device for itself
         self._stats = EngineStats(num_pages=self.scheduler.pages.num_pages)
@@ -129,6 +138,8 @@ class Engine:
             QueueFullError: It could be served, but not now.
         """
         self._check(prompt_token_ids, params, priority)
+        if params.processors:
+            self.runner.register(params.processors)
         if seed is None:
             seed = params.seed if params.seed is not None else secrets.randbits(64)
         room = self.max_model_len - len(prompt_token_ids)
@@ -168,20 +179,94 @@ class Engine:
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do."""
-        return self.scheduler.has_unfinished or self._in_flight is not None
+        return self.scheduler.has_unfinished or self._in_flight is not None or bool(self._settled)
 
     def step(self) -> list[TokenOutput]:
         """Run one step and return what became known in it, possibly nothing."""
         start, waited_s = time.perf_counter(), self._stats.step_device_s
+        outputs, self._settled = self._settled, []
         with self._guard.watching():
-            outputs = self._overlapped_step() if self.config.overlap else self._plain_step()
+            outputs += self._overlapped_step() if self.config.overlap else self._plain_step()
         waited_s = self._stats.step_device_s - waited_s
         self._stats.step_host_s += time.perf_counter() - start - waited_s
+        self._account(outputs)
+        return outputs
+
+    def _account(self, outputs: Sequence[TokenOutput]) -> None:
+        """Count what is handed out, and forget who has ended."""
         for output in outputs:
             self._stats.generation_tokens += len(output.new_token_ids)
             if output.finish_reason is not None:
                 self._forget(output.request_id, output.finish_reason)
+
+    def settle(self) -> list[TokenOutput]:
+        """Wait for the step in flight and return what became known, planning no further one."""
+        outputs, self._settled = self._settled, []
+        outputs += self._learn()
+        self._account(outputs)
         return outputs
+
+    def snapshot(self) -> bytes:
+        """Return all live requests as bytes, for `restore`; changes nothing for them.
+
+        Waits for the step in flight: its tokens are in the snapshot, and the next `step` returns
+        them. Pages are not saved, restored requests compute their tokens again. Bitwise logits are
+        those of a preempted request.
+        """
+        self._settled += self._learn()
+        return pack(
+            {
+                "made_for": self._made_for(),
+                "requests": [
+                    request_record(request, self.runner.processor_states(request))
+                    for request in self.scheduler.live
+                ],
+            }
+        )
+
+    def restore(self, data: bytes) -> dict[str, tuple[int, ...]]:
+        """Go on with a snapshot's requests; return each one's output tokens so far.
+
+        `step` returns what comes after those. Requests keep their ids, order, seeds and states.
+
+        Args:
+            data: From `snapshot`, of this or another engine with the same model and the same
+                settings as far as they decide tokens; pages, batches and devices may differ.
+
+        Raises:
+            SnapshotError: It is damaged, of another model or configuration, needs a logits
+                processor that is not there, or this engine has live requests.
+            InvalidRequestError: A request does not fit this engine's pages.
+        """
+        if self.has_unfinished():
+            raise SnapshotError("a snapshot is restored into an engine without live requests")
+        content = unpack(data)
+        check_made_for(content["made_for"], self._made_for())
+        found = [request_of(r, self.runner.processor_named) for r in content["requests"]]
+        try:
+            for request, states in found:
+                self.runner.register(request.params.processors)
+                self.scheduler.add(request, resumed=True)
+                self.runner.restore_states(request, states)
+        except Exception:
+            for request in self.scheduler.live:
+                self.abort(request.request_id)
+            raise
+        return {request.request_id: tuple(request.output_token_ids) for request, _ in found}
+
+    def _made_for(self) -> dict[str, Any]:
+        """What decides tokens, and must be the same where a snapshot is restored."""
+        config = self.config
+        return {
+            **self.runner.identity,
+            "vocab_size": self.vocab_size,
+            "eos_token_ids": sorted(self.eos_token_ids),
+            "dtype": config.dtype,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "quantization": config.quantization,
+            "kernels": config.kernels,
+            "max_model_len": config.max_model_len,
+        }
 
     def _plain_step(self) -> list[TokenOutput]:
         """Plan, compute, sample, learn: one step from start to end."""

@@ -6,6 +6,7 @@
     │   └── ChatTemplateError              the chat template cannot render the messages; HTTP 400
     ├── ConfigError (ValueError)           no engine can be built from these settings; exit code 2
     ├── ModelError (ValueError)            checkpoint and model do not fit together; exit code 2
+    ├── SnapshotError (ValueError)         a snapshot is damaged, or of another model or config
     ├── QueueFullError (RuntimeError)      too many requests wait; HTTP 503 with Retry-After
     └── EngineDeadError (RuntimeError)     an invariant or the device broke; HTTP 503 for good
         ├── ReplicaDeadError               one of several replicas broke; HTTP 503, others serve on
@@ -49,6 +50,10 @@ class ConfigError(JaxinferError, ValueError):
 
 class ModelError(JaxinferError, ValueError):
     """A checkpoint that does not fit the model: all its faults are listed at once."""
+
+
+class SnapshotError(JaxinferError, ValueError):
+    """A snapshot that this engine cannot go on from; the message names what differs."""
 
 
 class QueueFullError(JaxinferError, RuntimeError):

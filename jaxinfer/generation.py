@@ -144,6 +144,16 @@ class Generation:
         )
 
     @property
+    def unread_prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        """What came of the prompt's log-probabilities since the last `take`."""
+        return self._prompt_logprobs
+
+    @property
+    def unread_embedding(self) -> Any:
+        """The prompt's vector, if it has come."""
+        return self._embedding
+
+    @property
     def wants_progress(self) -> bool:
         """Whether the reader still waits for the prompt, and wants to hear how far it is."""
         return self._progress and not self.finished and self.num_generation_tokens == 0

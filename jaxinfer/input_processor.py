@@ -177,7 +177,7 @@ class InputProcessor:
             prompt=text,
             prompt_token_ids=tuple(token_ids),
             params=params,
-            sample_params=_per_sample(params),
+            sample_params=per_sample(params),
             seeds=tuple(child_seed(seed, i) for i in range(params.n)),
             priority=int(priority),
             cache_salt=cache_salt,
@@ -417,7 +417,8 @@ def _check_token_ids(ids: Iterable[Any], vocab_size: int) -> list[int]:
     return checked
 
 
-def _per_sample(params: SamplingParams) -> tuple[SamplingParams, ...]:
+def per_sample(params: SamplingParams) -> tuple[SamplingParams, ...]:
+    """Return what the engine gets for each of a request's samples."""
     first = params if params.n == 1 else replace(params, n=1)
     # The samples share their prompt, so its log-probabilities are computed once.
     rest = first if first.prompt_logprobs is None else replace(first, prompt_logprobs=None)

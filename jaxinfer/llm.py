@@ -12,11 +12,12 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
+from jaxinfer.batch_snapshot import Batch, pack_batch, unpack_batch
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
 from jaxinfer.generation import Generation, Sample
@@ -29,7 +30,7 @@ from jaxinfer.input_processor import (
 from jaxinfer.metrics import EngineStats
 from jaxinfer.output_processor import OutputProcessor
 from jaxinfer.outputs import RequestOutput
-from jaxinfer.request import FinishReason, Pooling
+from jaxinfer.request import FinishReason, Pooling, TokenOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scoring import Scoring
 from jaxinfer.tokenizer import Tokenizer
@@ -90,6 +91,8 @@ class LLM(Scoring):
         self._names = itertools.count()
         self._lock = threading.Lock()
         self._unusable = ""  # why, once it is
+        # What `generate` is at, and in which thread.
+        self._batch: tuple[Batch | None, int] = (None, 0)
 
     def __enter__(self) -> Self:
         return self
@@ -119,6 +122,7 @@ class LLM(Scoring):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Literal["always"] = True,
+        on_step: Callable[[], None] | None = None,
         **hooks: Unpack[HookArguments],
     ) -> list[RequestOutput]:
         """Return one result per prompt, in their order.
@@ -131,6 +135,7 @@ class LLM(Scoring):
             sampling_params: For all, or one per prompt; None for the model's defaults.
             use_tqdm: A progress bar for batches, if standard error is a terminal; "always" shows
                 it anyway.
+            on_step: Called between two steps. It may call `snapshot`, and raise to end the batch.
             hooks: What to capture and edit inside the model, see
                 `jaxinfer.request_hooks.HookArguments`.
 
@@ -141,7 +146,8 @@ class LLM(Scoring):
         """
         single = _is_single(prompts)
         batch = cast("Sequence[Prompt]", [prompts] if single else list(prompts))
-        return self._run(batch, sampling_params, "" if single else "prompts", use_tqdm, hooks)
+        where = "" if single else "prompts"
+        return self._run(batch, sampling_params, where, use_tqdm, hooks, on_step=on_step)
 
     def chat(
         self,
@@ -208,6 +214,7 @@ class LLM(Scoring):
         use_tqdm: bool | Literal["always"],
         hooks: HookArguments,
         pooling: Pooling | None = None,
+        on_step: Callable[[], None] | None = None,
     ) -> list[RequestOutput]:
         with self._lock:
             if self._unusable:
@@ -223,14 +230,77 @@ class LLM(Scoring):
 
                 requests = with_hooks(requests, self._engine.hook_points, hooks)
             generations = [Generation(r, self.tokenizer, final_only=True) for r in requests]
-            bar = _ProgressBar if _shows_progress(use_tqdm, len(prompts)) else _NoProgressBar
-            try:
-                with _interrupts_between_steps() as interrupted, bar(requests) as progress:
-                    self._finish(generations, where, progress, interrupted)
-            except BaseException:
-                self._abort(generations)
-                raise
-            return [_result(generation) for generation in generations]
+            waiting = [(i, g, sample) for i, g in enumerate(generations) for sample in g.samples]
+            return self._complete(Batch(generations, deque(waiting)), where, use_tqdm, on_step)
+
+    def snapshot(self) -> bytes:
+        """Return the batch that `generate` is at, for `restore`: to be called from its `on_step`.
+
+        Holds prompts, parameters, seeds and all tokens so far; no weights and no KV pages.
+
+        Raises:
+            InvalidRequestError: No batch is running in this thread.
+            EngineDeadError: As for `generate`.
+        """
+        batch, thread = self._batch
+        if batch is None or thread != threading.get_ident():
+            raise InvalidRequestError(
+                "snapshot() is of a running batch: call it from the on_step of generate()"
+            )
+        try:
+            self._take_in(self._engine.settle())
+            return pack_batch(batch, self._engine.snapshot())
+        except Exception as error:
+            raise self._broken(error) from error
+
+    def restore(
+        self,
+        data: bytes,
+        *,
+        use_tqdm: bool | Literal["always"] = True,
+        on_step: Callable[[], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Finish the batch of a snapshot; return what its `generate` would have returned.
+
+        Args:
+            data: From `snapshot`, of an `LLM` with the same model and settings; see
+                `Engine.restore`.
+            use_tqdm: As for `generate`.
+            on_step: As for `generate`.
+
+        Raises:
+            SnapshotError: As `Engine.restore`.
+            EngineDeadError: As for `generate`.
+        """
+        with self._lock:
+            if self._unusable:
+                raise EngineDeadError(self._unusable)
+            find = self._engine.runner.processor_named
+            batch, engine = unpack_batch(data, self.tokenizer, find)
+            self._engine.restore(engine)
+            batch = Batch(batch.generations, deque(batch.waiting))
+            return self._complete(batch, "", use_tqdm, on_step)
+
+    def _complete(
+        self,
+        batch: Batch,
+        where: str,
+        use_tqdm: bool | Literal["always"],
+        on_step: Callable[[], None] | None,
+    ) -> list[RequestOutput]:
+        """Run a batch to its end; abort all of it if that fails."""
+        generations = batch.generations
+        requests = [generation.prepared for generation in generations]
+        bar = _ProgressBar if _shows_progress(use_tqdm, len(requests)) else _NoProgressBar
+        try:
+            with _interrupts_between_steps() as interrupted, bar(requests) as progress:
+                self._finish(batch, where, progress, interrupted, on_step or (lambda: None))
+        except BaseException:
+            self._abort(generations)
+            raise
+        finally:
+            self._batch = (None, 0)
+        return [_result(generation) for generation in generations]
 
     def _outputs_of(
         self,
@@ -244,7 +314,7 @@ class LLM(Scoring):
         return single, self._run(batch, params, "" if single else "prompts", use_tqdm, {}, pooling)
 
     @property
-    def _max_scored_tokens(self) -> int:
+    def max_scored_tokens(self) -> int:
         return (self.config.max_model_len or 0) - 1
 
     def _params_for(
@@ -266,15 +336,18 @@ class LLM(Scoring):
 
     def _finish(
         self,
-        generations: Sequence[Generation],
+        batch: Batch,
         where: str,
         progress: _NoProgressBar,
         interrupted: threading.Event,
+        on_step: Callable[[], None],
     ) -> None:
         """Step until every generation has ended."""
-        waiting = deque((i, g, sample) for i, g in enumerate(generations) for sample in g.samples)
-        for generation in generations:
-            self._outputs.add(generation)
+        waiting = cast("deque[tuple[int, Generation, Sample]]", batch.waiting)
+        self._batch = (batch, threading.get_ident())
+        for generation in batch.generations:
+            if not generation.finished:  # as some of a restored batch are
+                self._outputs.add(generation)
         while True:
             self._feed(waiting, where)
             if not waiting and not self._engine.has_unfinished():
@@ -283,13 +356,18 @@ class LLM(Scoring):
                 outputs = self._engine.step()
             except Exception as error:
                 raise self._broken(error) from error
-            touched, to_abort = self._outputs.process(outputs)
-            for sample_id in to_abort:
-                self._engine.abort(sample_id, FinishReason.STOP)
-            progress.update(touched)
+            progress.update(self._take_in(outputs))
+            on_step()
             if interrupted.is_set():
                 raise KeyboardInterrupt
         self._check_integrity()
+
+    def _take_in(self, outputs: Iterable[TokenOutput]) -> Sequence[Generation]:
+        """Let the requests have what the engine gave them; return those that got something."""
+        touched, to_abort = self._outputs.process(outputs)
+        for sample_id in to_abort:
+            self._engine.abort(sample_id, FinishReason.STOP)
+        return touched
 
     def _feed(self, waiting: deque[tuple[int, Generation, Sample]], where: str) -> None:
         """Hand over as many samples as the engine's queue takes."""

@@ -5,19 +5,28 @@ Owns everything on the device: weights, cache, the tokens sampled last. Knows no
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
-from jaxinfer.compilation import bucket_of, sizes_from
+from jaxinfer.builtin_processors import BUILT_INS
+from jaxinfer.compilation import Programs, bucket_of, sizes_from
+from jaxinfer.errors import SnapshotError
 from jaxinfer.hook_programs import Captured, HookPrograms
 from jaxinfer.kv_cache import make_cache
+from jaxinfer.logits_processor import LogitsProcessor
 from jaxinfer.models import ModelConfig, Transformer
 from jaxinfer.page_tables import PageTables
+from jaxinfer.processed_programs import ProcessedPrograms
+from jaxinfer.processing import ProcessorKind
+from jaxinfer.processor_slots import ProcessorSlots
 from jaxinfer.request import Pooling, Request, TokenLogprobs
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
@@ -113,6 +122,7 @@ class ModelRunner:
         config: RunnerConfig,
     ):
         self.config = config
+        self._model_config = model_config
         self._vocab_size = model_config.vocab_size
         self._whole = replicated(mesh)
         shape = cache_shape(model_config, config.windows, config.page_size, config.page_dtype)
@@ -126,14 +136,69 @@ class ModelRunner:
         self._tables = PageTables(len(config.group_pages), config.max_pages)
         self._last_sampled = self._put(np.zeros(config.max_num_seqs, np.int32))
         self._neutral = {B: self._neutral_parts(B) for B in config.row_buckets}
+        num_tokens = config.max_pages * config.page_size
+        self._slots = ProcessorSlots(
+            config.max_num_seqs, model_config.vocab_size, num_tokens, self._put
+        )
+        self._processed: ProcessedPrograms | None = None
+        self.register(config.logits_processors)
 
     def fill(self, parameters: Mapping[str, jax.Array]) -> None:
         """Take the arrays that were only described so far."""
         self.programs.fill(parameters)
 
+    def register(self, processors: Sequence[LogitsProcessor]) -> None:
+        """Take up logits processors; those that are new cost programs, compiled when they are used.
+
+        Raises:
+            InvalidRequestError: One is faulty, or there are too many.
+        """
+        if not self._slots.add_kinds(processors):
+            return
+        if self._processed is not None:
+            self._processed.compiled.close()
+        self._processed = ProcessedPrograms(self.programs, self._slots.kinds, self._slots.stored)
+
+    def processor_named(self, name: str, leaves: list[np.ndarray]) -> LogitsProcessor:
+        """Return the processor of that name, of the set or built in, with this state.
+
+        Raises:
+            SnapshotError: There is none, or several, or its state has another form.
+        """
+        kinds = self._slots.named(name)
+        if not kinds:
+            made = [ProcessorKind.of(make())[0] for make in BUILT_INS.values()]
+            kinds = [kind for kind in made if kind.name == name]
+        forms = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        kinds = [kind for kind in kinds if kind.leaves == forms]
+        if len(kinds) != 1:
+            raise SnapshotError(
+                f"the snapshot needs one logits processor {name} with a state of {len(leaves)}"
+                f" arrays, there are {len(kinds)}; start the engine with it in logits_processors"
+            )
+        return LogitsProcessor(kinds[0].function, jax.tree.unflatten(kinds[0].treedef, leaves))
+
+    def processor_states(self, request: Request) -> list[list[np.ndarray]]:
+        """Return the states of a request's processors before its next token."""
+        return self._slots.states_of(request) if request.params.processors else []
+
+    def restore_states(self, request: Request, states: list[list[np.ndarray]]) -> None:
+        """Let a request's processors go on from these states."""
+        if states:
+            self._slots.restore(request, states)
+
+    @cached_property
+    def identity(self) -> Mapping[str, str]:
+        """What tells this model from others: digests of its sizes and of its weights."""
+        sizes = hashlib.blake2b(repr(self._model_config).encode(), digest_size=8).hexdigest()
+        leaves = (*self.programs.backbone.leaves, *self.programs.head.leaves)
+        return {"model": sizes, "weights": f"{int(jax.jit(checksum)(leaves)):08x}"}
+
     def start_compiling(self) -> None:
         """Let threads compile all programs; returns at once."""
         self.programs.compiled.start(self.programs.first)
+        if self._processed is not None:
+            self._processed.compiled.start(self._processed.first)
 
     def warmup(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Wait for the programs that everything can be served with, and call the small ones once.
@@ -142,6 +207,8 @@ class ModelRunner:
         """
         self.start_compiling()
         self.programs.compiled.wait(self.programs.first, on_progress)
+        if self._processed is not None:
+            self._processed.compiled.wait(self._processed.first)
         hidden = self.forward(StepPlan(rows=()), self.config.token_buckets[0])
         B = self.config.row_buckets[-1]
         self.call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
@@ -153,10 +220,14 @@ class ModelRunner:
         """Wait until every program is compiled."""
         self.start_compiling()
         self.programs.compiled.wait(on_progress=on_progress)
+        if self._processed is not None:
+            self._processed.compiled.wait()
 
     def close(self) -> None:
         """Compile nothing more in advance."""
         self.programs.compiled.close()
+        if self._processed is not None:
+            self._processed.compiled.close()
 
     def forward(self, plan: StepPlan, bucket: int | None = None) -> Hidden:
         """Dispatch the backbone over the plan's tokens; returns before it is done."""
@@ -180,10 +251,17 @@ class ModelRunner:
         rows = plan.sampling_rows
         if not rows:
             return InFlight(None, scores, pooled=pooled, captured=hidden.captured)
-        B = self._bucket("sampler", len(rows), self.config.row_buckets)
+        processed = self._processed_for(rows)
+        B = self._bucket("sampler", len(rows), self.config.row_buckets, processed)
         packed = self._packer.pack(rows, B, extra_masks=masks)
         page_table = self._page_table(rows, B)
-        sampled = self.call_sampler(B, hidden.sampled, packed, page_table)
+        if processed is None:
+            sampled = self.call_sampler(B, hidden.sampled, packed, page_table)
+        else:
+            arguments = self._sampler_arguments(B, hidden.sampled, packed, page_table)
+            sampled, self._last_sampled, self._slots.stored = processed["sampler", B](
+                *arguments, self._slots.stored, *self._slots.pack(rows, B)
+            )
         asked = self._score_asked(plan, hidden)
         return InFlight(sampled, scores, pooled=pooled, asked=asked, captured=hidden.captured)
 
@@ -193,17 +271,32 @@ class ModelRunner:
         Tokens of the step before may still be in flight.
         """
         rows = plan.rows
-        B = self._bucket("decode", len(rows), self.config.row_buckets)
+        processed = self._processed_for(rows)
+        B = self._bucket("decode", len(rows), self.config.row_buckets, processed)
         packed = self._decode_layouts[B].pack(plan, self._tables)
         limits = self._packer.pack_limits(rows, B)
-        return self.call_decode(B, packed, limits, self._packer.pack(rows, B))
+        sampling = self._packer.pack(rows, B)
+        if processed is None:
+            return self.call_decode(B, packed, limits, sampling)
+        arguments = self._decode_arguments(B, packed, limits, sampling)
+        self._cache, sampled, counts, self._slots.stored = processed["decode", B](
+            *arguments, self._slots.stored, *self._slots.pack(rows, B)
+        )
+        return InFlight(sampled, counts=counts)
 
     def call_decode(
         self, B: int, packed: np.ndarray, limits: np.ndarray, sampling: PackedSampling
     ) -> InFlight:
         """Dispatch the decode program of B rows."""
+        arguments = self._decode_arguments(B, packed, limits, sampling)
+        self._cache, sampled, counts = self.programs.compiled["decode", B](*arguments)
+        return InFlight(sampled, counts=counts)
+
+    def _decode_arguments(
+        self, B: int, packed: np.ndarray, limits: np.ndarray, sampling: PackedSampling
+    ) -> tuple[Any, ...]:
         bias, allowed, _ = self._neutral[B]
-        self._cache, sampled, counts = self.programs.compiled["decode", B](
+        return (
             (self.programs.backbone.leaves, self.programs.head.leaves),
             self._cache,
             packed,
@@ -213,7 +306,12 @@ class ModelRunner:
             bias if sampling.bias is None else sampling.bias,
             allowed if sampling.allowed is None else sampling.allowed,
         )
-        return InFlight(sampled, counts=counts)
+
+    def _processed_for(self, rows: Sequence[ScheduledRow]) -> Programs | None:
+        """Return the programs for these rows if any of them has a logits processor."""
+        if self._processed is None or not self._slots.uses(rows):
+            return None
+        return self._processed.compiled
 
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult:
         """Wait for a step's tokens and bring them to the host; alternatives only if asked for."""
@@ -294,6 +392,8 @@ class ModelRunner:
             return 1
         sizes = sizes_from(num_rows, self.config.row_buckets)
         ready = self.programs.compiled.smallest_ready("decode", sizes)
+        if self._processed is not None and len(self._slots):
+            ready = ready and self._processed.compiled.smallest_ready("decode", sizes)
         return 1 if ready is None else self.config.num_decode_steps
 
     @property
@@ -304,7 +404,8 @@ class ModelRunner:
     @property
     def num_programs(self) -> int:
         """Programs compiled so far."""
-        return len(self.programs.compiled) + len(self._hooks)
+        processed = 0 if self._processed is None else len(self._processed.compiled)
+        return len(self.programs.compiled) + processed + len(self._hooks)
 
     @property
     def hook_points(self) -> Mapping[str, jax.ShapeDtypeStruct]:
@@ -314,20 +415,24 @@ class ModelRunner:
     @property
     def num_programs_pending(self) -> int:
         """Programs that will be compiled while the engine serves."""
-        return self.programs.compiled.num_pending
+        processed = 0 if self._processed is None else self._processed.compiled.num_pending
+        return self.programs.compiled.num_pending + processed
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a finished request."""
         self._packer.forget(request_id)
         self._tables.forget(request_id)
+        self._slots.forget(request_id)
 
-    def _bucket(self, kind: str, count: int, sizes: Sequence[int]) -> int:
+    def _bucket(
+        self, kind: str, count: int, sizes: Sequence[int], programs: Programs | None = None
+    ) -> int:
         """Return the smallest bucket that holds `count` and whose program is ready.
 
         If there is none yet, the smallest that holds it, which is then waited for.
         """
         sizes = sizes_from(count, sizes)
-        return self.programs.compiled.smallest_ready(kind, sizes) or sizes[0]
+        return (programs or self.programs.compiled).smallest_ready(kind, sizes) or sizes[0]
 
     def call_backbone(self, T: int, packed: np.ndarray) -> Hidden:
         """Dispatch the backbone program of T tokens."""
@@ -348,8 +453,16 @@ class ModelRunner:
         self, B: int, hidden: jax.Array, packed: PackedSampling, page_table: np.ndarray | None
     ) -> SampledTokens:
         """Dispatch head and sampler for B rows."""
-        bias, allowed, no_pages = self._neutral[B]
         sampled, self._last_sampled = self.programs.compiled["sampler", B](
+            *self._sampler_arguments(B, hidden, packed, page_table)
+        )
+        return sampled
+
+    def _sampler_arguments(
+        self, B: int, hidden: jax.Array, packed: PackedSampling, page_table: np.ndarray | None
+    ) -> tuple[Any, ...]:
+        bias, allowed, no_pages = self._neutral[B]
+        return (
             self.programs.head.leaves,
             hidden,
             self._cache.token_ids,
@@ -358,7 +471,6 @@ class ModelRunner:
             allowed if packed.allowed is None else packed.allowed,
             no_pages if page_table is None else page_table,
         )
-        return sampled
 
     def call_score(
         self, T: int, hidden: jax.Array, indices: np.ndarray, token_ids: np.ndarray
@@ -431,7 +543,7 @@ class ModelRunner:
 
     def _page_table(self, rows: tuple[ScheduledRow, ...], B: int) -> np.ndarray | None:
         """Pages of the rows whose history the sampler must read; None if there are none."""
-        if not any(row.request.params.has_penalties for row in rows):
+        if not any(row.request.params.needs_history for row in rows):
             return None
         table = np.zeros((B, self.config.max_pages), np.int32)
         indices = self._tables.rows_of([row.request for row in rows])
@@ -450,6 +562,20 @@ class ModelRunner:
 
     def _put(self, x: np.ndarray) -> jax.Array:
         return place(x, self._whole)
+
+
+def checksum(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Return uint32 [], of the bits of all arrays: exact, so the same however they are sharded."""
+    total = jnp.uint32(0)
+    for leaf in leaves:
+        words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
+        bits = jax.lax.bitcast_convert_type(leaf, words).astype(jnp.uint32)
+        weights = jnp.ones_like(bits)
+        for axis in range(bits.ndim):
+            place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+            weights = weights * jnp.uint32(0x9E3779B1) + place
+        total = total * jnp.uint32(31) + jnp.sum(bits * (weights | 1), dtype=jnp.uint32)
+    return total
 
 
 def _entries(scores: Logprobs, widths: Sequence[int | None]) -> list[TokenLogprobs | None]:

@@ -8,6 +8,7 @@ import logging
 import jax
 import jax.numpy as jnp
 
+from jaxinfer.builtin_processors import find_processor
 from jaxinfer.config import EngineConfig
 from jaxinfer.cpu_kernels import BuildError, load_library
 from jaxinfer.errors import ConfigError
@@ -261,4 +262,5 @@ def runner_config(config: EngineConfig, model_config: ModelConfig) -> RunnerConf
         attention_impl="cpu" if config.kernels == "cpu" else config.attention_impl,
         num_decode_steps=config.num_decode_steps,
         deterministic=config.deterministic,
+        logits_processors=tuple(map(find_processor, config.logits_processors)),
     )

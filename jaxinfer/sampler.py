@@ -2,7 +2,7 @@
 
 Knows no request and no host: what a row wants stands in `SamplingInputs`, the tokens so far in
 `History`. Order of a step, per row: raw logits (corruption, logprobs) → logit bias → allowed ids →
-penalties → greedy, or temperature → top-k → top-p → min-p → draw.
+penalties → processors → greedy, or temperature → top-k → top-p → min-p → draw.
 
 Two rules hold everywhere. Whatever costs a pass over the vocabulary runs under `lax.cond`, "does
 any row need it", so a greedy batch pays for an argmax. And a branch taken for one row's sake leaves
@@ -11,6 +11,7 @@ the others bitwise as they were, so that a result never depends on neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,8 +136,31 @@ def sample(
         lambda: _choose(logits, inputs, history),
         lambda: (token_ids, peak),
     )
-    corrupted |= ~jnp.isfinite(peak)
+    return _report(logits, token_ids, corrupted | ~jnp.isfinite(peak), inputs, max_logprobs)
 
+
+def sample_processed[Extra](
+    logits: Float[Array, "B V"],
+    inputs: SamplingInputs,
+    history: History,
+    process: Callable[[Array], tuple[Array, Extra]],
+    *,
+    max_logprobs: int,
+) -> tuple[SampledTokens, Extra]:
+    """Do what `sample` does, with `process` on the logits [B, V] behind the penalties.
+
+    Log-probabilities stay those of the raw logits. Also returns what else `process` does.
+    """
+    corrupted = ~jnp.isfinite(highest(logits)[0])
+    processed, extra = process(_edit(logits, inputs, history))
+    token_ids, peak = _pick(processed, inputs)
+    return _report(logits, token_ids, corrupted | ~jnp.isfinite(peak), inputs, max_logprobs), extra
+
+
+def _report(
+    logits: Array, token_ids: Array, corrupted: Array, inputs: SamplingInputs, max_logprobs: int
+) -> SampledTokens:
+    """Return the tokens, with what the raw `logits` say of those that were asked about."""
     wanted = inputs.wants_logprobs & ~corrupted
     none = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype),
@@ -174,12 +198,22 @@ def token_logprobs(
 
 def _choose(logits: Array, inputs: SamplingInputs, history: History) -> tuple[Array, Array]:
     """Return each row's token and its highest logit after bias, mask and penalties."""
+    return _pick(_edit(logits, inputs, history), inputs)
+
+
+def _edit(logits: Array, inputs: SamplingInputs, history: History) -> Array:
+    """Return the logits after bias, mask and penalties."""
     for needed, edit in (
         (inputs.has_bias, lambda x: _add_bias(x, inputs)),
         (inputs.has_mask, lambda x: _mask(x, inputs.allowed)),
         (inputs.penalised, lambda x: _penalise(x, inputs, history)),
     ):
         logits = lax.cond(jnp.any(needed), edit, lambda x: x, logits)
+    return logits
+
+
+def _pick(logits: Array, inputs: SamplingInputs) -> tuple[Array, Array]:
+    """Return each row's token, drawn or the likeliest, and its highest logit."""
     peak, token_ids = highest(logits)
     token_ids = lax.cond(
         jnp.any(inputs.sampled),

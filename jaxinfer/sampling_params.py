@@ -7,12 +7,13 @@ Names, defaults and ranges are vLLM's, so that its users feel at home. The file 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, cast
 
 from jaxinfer.errors import InvalidRequestError, quoted
+from jaxinfer.logits_processor import LogitsProcessor, as_processors
 
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 64
@@ -58,6 +59,8 @@ class SamplingParams:
         prompt_logprobs_start: First position of the prompt that `prompt_logprobs` is about; what
             stands before it may come from the prefix cache.
         logprob_token_ids: Besides, the log-probabilities of these tokens at each position.
+        logits_processors: Functions that change the logits, with their states: compiled into the
+            sampler on first use, or at start if the engine was told of them.
         skip_special_tokens: Leave special tokens out of the text.
         include_stop_str_in_output: Keep the stop string that ended the text.
         detokenize: Produce text at all.
@@ -88,6 +91,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     logprob_token_ids: Sequence[int] | None = None
+    logits_processors: Sequence[LogitsProcessor | Callable[..., Any]] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -100,6 +104,7 @@ class SamplingParams:
         put(self, "stop", _stop_strings(self.stop))
         put(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
         put(self, "logprob_token_ids", _ids("logprob_token_ids", self.logprob_token_ids))
+        put(self, "logits_processors", as_processors(self.logits_processors))
         put(self, "bad_words", _bad_words(self.bad_words))
         put(self, "bad_words_token_ids", _id_sequences(self.bad_words_token_ids))
         if self.allowed_token_ids is not None:
@@ -136,6 +141,16 @@ class SamplingParams:
     def needs_host_tokens(self) -> bool:
         """Whether a token can be sampled only once the host has seen all those before it."""
         return any(len(words) > 1 for words in self.bad_words_token_ids or ())
+
+    @property
+    def processors(self) -> tuple[LogitsProcessor, ...]:
+        """`logits_processors`, whatever form they were given in."""
+        return cast("tuple[LogitsProcessor, ...]", self.logits_processors)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the sampler must be shown the request's pages."""
+        return self.has_penalties or any(p.takes_row for p in self.processors)
 
     @property
     def num_logprobs(self) -> int:

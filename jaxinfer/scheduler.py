@@ -87,8 +87,17 @@ class Scheduler:
         request = self._live.get(request_id)
         return None if request is None else request.num_computed_tokens
 
-    def add(self, request: Request) -> None:
+    @property
+    def live(self) -> tuple[Request, ...]:
+        """All requests: those that run, then those that wait, each in the order of their rank."""
+        return (*self._running, *self._waiting)
+
+    def add(self, request: Request, *, resumed: bool = False) -> None:
         """Queue a request. Once accepted it will finish: it fits, if need be alone.
+
+        Args:
+            request: A new one; or one that was live in another engine, with its output.
+            resumed: It was accepted before, so no queue is too long for it.
 
         Raises:
             InvalidRequestError: It could never run, or its id is taken.
@@ -109,7 +118,8 @@ class Scheduler:
                 f" {most_tokens}; shorten the prompt or lower max_tokens"
             )
             raise InvalidRequestError(message, "max_tokens")
-        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
+        too_many = self.max_waiting is not None and self.num_waiting >= self.max_waiting
+        if too_many and not resumed:
             raise QueueFullError(f"{self.num_waiting} requests are waiting; try again later")
         self._live[request.request_id] = request
         insort_right(self._waiting, request, key=self._rank)

@@ -134,7 +134,13 @@ class Scoring:
             InvalidRequestError: A continuation has no tokens, or a pair does not fit the context.
             EngineDeadError: As `generate`.
         """
-        return self._score_ids([self._encode_pair(i, *p) for i, p in enumerate(pairs)], use_tqdm)
+        encoded = []
+        for i, pair in enumerate(pairs):
+            try:
+                encoded.append(self.encode_pair(*pair))
+            except InvalidRequestError as error:
+                raise InvalidRequestError(f"pair {i}: {error}", error.param) from error
+        return self._score_ids(encoded, use_tqdm)
 
     def rank_choices(
         self, prompt: Text, choices: Sequence[str], *, use_tqdm: Progress = True
@@ -174,7 +180,7 @@ class Scoring:
             InvalidRequestError: The text has nothing to predict, or the sizes make no sense.
             EngineDeadError: As `generate`.
         """
-        longest = self._max_scored_tokens
+        longest = self.max_scored_tokens
         window = longest if window is None else window
         stride = max(window // 2, 1) if stride is None else stride
         if not 2 <= window <= longest:
@@ -246,7 +252,7 @@ class Scoring:
         raise NotImplementedError
 
     @property
-    def _max_scored_tokens(self) -> int:
+    def max_scored_tokens(self) -> int:
         """Most tokens of a prompt and its continuation: the engine samples one more behind them."""
         raise NotImplementedError
 
@@ -266,10 +272,12 @@ class Scoring:
         _, outputs = self._outputs_of(prompts, cast("Any", params), use_tqdm)
         return [_score(c, o) for (_, c), o in zip(pairs, outputs, strict=True)]
 
-    def _encode_pair(
-        self, index: int, prompt: Text, continuation: Text
-    ) -> tuple[list[int], list[int]]:
-        """Return the token ids of both parts, neither empty."""
+    def encode_pair(self, prompt: Text, continuation: Text) -> tuple[list[int], list[int]]:
+        """Return the token ids of both parts, neither empty, as `score_all` says.
+
+        Raises:
+            InvalidRequestError: The continuation adds no token.
+        """
         if isinstance(prompt, str) and isinstance(continuation, str) and prompt:
             bare = prompt.rstrip()
             context = self._ids(bare or prompt)
@@ -283,15 +291,15 @@ class Scoring:
             )
         if not rest:
             raise InvalidRequestError(
-                f"pair {index}: the continuation adds no token to the prompt", "continuation"
+                "the continuation adds no token to the prompt", "continuation"
             )
-        return context or [self._prefix_token_id], rest
+        return context or [self.prefix_token_id], rest
 
     def _ids(self, text: Text) -> list[int]:
         return self.tokenizer.encode(text) if isinstance(text, str) else list(text)
 
     @property
-    def _prefix_token_id(self) -> int:
+    def prefix_token_id(self) -> int:
         """What stands before a text that has nothing before it."""
         bos = self.tokenizer.bos_token_id
         ends = self.tokenizer.eos_token_ids

@@ -26,6 +26,7 @@ from jaxinfer.compilation import Programs, buckets
 from jaxinfer.decode_loop import decode_loop
 from jaxinfer.forward_batch import BatchLayout, ForwardBatch, one_token_rows, resolve_pending
 from jaxinfer.kv_cache import CacheShape, KVCache, PagedAttend, write_token_ids
+from jaxinfer.logits_processor import LogitsProcessor
 from jaxinfer.models import ModelConfig, Transformer, flat_parameters
 from jaxinfer.nn.tap import NO_TAP, Tap
 from jaxinfer.sampler import History, Logprobs, sample, token_logprobs
@@ -50,6 +51,7 @@ class RunnerConfig:
         max_logprobs: Alternatives computed per token.
         dtype: Of activations.
         kv_cache_dtype: Of KV pages; None: that of activations.
+        logits_processors: Those that are compiled before they are asked for.
         windows: Each has a group of pages of its own.
         num_window_pages: Pages of each of these groups.
         num_decode_steps: Most decode steps in one dispatch.
@@ -70,6 +72,7 @@ class RunnerConfig:
     attention_impl: str = "auto"
     kv_cache_dtype: Any = None
     deterministic: bool = False
+    logits_processors: tuple[LogitsProcessor, ...] = ()
 
     @property
     def page_dtype(self) -> Any:
@@ -250,7 +253,8 @@ class StepPrograms:
     ) -> dict[tuple[str, int], Callable[[], jax.stages.Lowered]]:
         return {(kind, size): partial(lower, size) for size in sizes}
 
-    def _array(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    def array(self, shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        """What a program takes from the host, whole on each device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
 
     def _lower_backbone(self, T: int) -> jax.stages.Lowered:
@@ -275,8 +279,8 @@ class StepPrograms:
         return (
             self.backbone.abstract,
             self.abstract_cache,
-            self._array((layout.size,)),
-            self._array((self.config.max_num_seqs,)),
+            self.array((layout.size,)),
+            self.array((self.config.max_num_seqs,)),
         )
 
     def backbone_step(
@@ -303,18 +307,25 @@ class StepPrograms:
         return attend.cache, hidden[batch.sample_tokens], hidden
 
     def _lower_decode(self, B: int) -> jax.stages.Lowered:
-        layout = self.config.decode_layout(B)
-        cache_out = jax.tree.map(lambda x: x.sharding, self.abstract_cache)
         return jax.jit(
-            partial(self._decode_steps, layout),
+            partial(self._decode_steps, self.config.decode_layout(B)),
             donate_argnums=1,
-            out_shardings=(cache_out, self.whole, self.whole),
-        ).lower(
+            out_shardings=self.decode_shardings,
+        ).lower(*self.decode_arrays(B))
+
+    @property
+    def decode_shardings(self) -> tuple[Any, ...]:
+        """Of what the decode steps return."""
+        return jax.tree.map(lambda x: x.sharding, self.abstract_cache), self.whole, self.whole
+
+    def decode_arrays(self, B: int) -> tuple[Any, ...]:
+        """What the decode steps take, beside their layout."""
+        return (
             (self.backbone.abstract, self.head.abstract),
             self.abstract_cache,
-            self._array((layout.size,)),
-            self._array((self.config.max_num_seqs,)),
-            self._array((1 + MAX_STOP_IDS, B)),
+            self.array((self.config.decode_layout(B).size,)),
+            self.array((self.config.max_num_seqs,)),
+            self.array((1 + MAX_STOP_IDS, B)),
             *self._sampling_arrays(B),
         )
 
@@ -330,10 +341,28 @@ class StepPrograms:
         bias: jax.Array,
         allowed: jax.Array,
     ) -> tuple[KVCache, SampledTokens, jax.Array]:
-        """Return what `decode_loop` does.
+        """Return the cache, the results and how many each row has.
 
         DONATES cache.
         """
+        return self.run_decode(
+            layout, leaves, cache, packed, last_sampled, limits, rows, bias, allowed
+        )[:3]
+
+    def run_decode(
+        self,
+        layout: BatchLayout,
+        leaves: tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]],
+        cache: KVCache,
+        packed: jax.Array,
+        last_sampled: jax.Array,
+        limits: jax.Array,
+        rows: jax.Array,
+        bias: jax.Array,
+        allowed: jax.Array,
+        **processing: Any,
+    ) -> tuple[KVCache, SampledTokens, jax.Array, Any]:
+        """Return what `decode_loop` does, inside jit."""
         batch = layout.unpack(packed)
         return decode_loop(
             self.backbone(leaves[0]),
@@ -348,24 +377,29 @@ class StepPrograms:
             vocab_size=self.vocab_size,
             max_logprobs=self.config.max_logprobs,
             attend_over=self._attend_over,
+            **processing,
         )
 
     def _sampling_arrays(self, B: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """A `PackedSampling`, as it reaches the device."""
         return (
-            self._array((len(ROW_FIELDS), B)),
-            self._array((2, B, MAX_LOGIT_BIAS)),
-            self._array((B, -(-self.vocab_size // 32)), jnp.uint32),
+            self.array((len(ROW_FIELDS), B)),
+            self.array((2, B, MAX_LOGIT_BIAS)),
+            self.array((B, -(-self.vocab_size // 32)), jnp.uint32),
         )
 
     def _lower_sampler(self, B: int) -> jax.stages.Lowered:
+        return jax.jit(self._sampler_step, out_shardings=self.whole).lower(*self.sampler_arrays(B))
+
+    def sampler_arrays(self, B: int) -> tuple[Any, ...]:
+        """What the sampler takes."""
         config = self.config
-        return jax.jit(self._sampler_step, out_shardings=self.whole).lower(
+        return (
             self.head.abstract,
-            self._array((config.max_num_seqs, self._hidden_size), config.dtype),
+            self.array((config.max_num_seqs, self._hidden_size), config.dtype),
             self.abstract_cache.token_ids,
             *self._sampling_arrays(B),
-            self._array((B, config.max_pages)),
+            self.array((B, config.max_pages)),
         )
 
     def _sampler_step(
@@ -388,14 +422,14 @@ class StepPrograms:
         return sampled, jnp.pad(sampled.token_ids, (0, hidden.shape[0] - B))
 
     def _lower_rows(self, T: int) -> jax.stages.Lowered:
-        hidden = self._array((T, self._hidden_size), self.config.dtype)
+        hidden = self.array((T, self._hidden_size), self.config.dtype)
         return jax.jit(lambda hidden, indices: hidden[indices], out_shardings=self.whole).lower(
-            hidden, self._array((SCORED_TOKENS,))
+            hidden, self.array((SCORED_TOKENS,))
         )
 
     def _lower_pool(self, T: int) -> jax.stages.Lowered:
-        hidden = self._array((T, self._hidden_size), self.config.dtype)
-        return jax.jit(self._pool_step, out_shardings=self.whole).lower(hidden, self._array((T,)))
+        hidden = self.array((T, self._hidden_size), self.config.dtype)
+        return jax.jit(self._pool_step, out_shardings=self.whole).lower(hidden, self.array((T,)))
 
     def _pool_step(self, hidden: jax.Array, slots: jax.Array) -> jax.Array:
         """Return float32 [max_num_seqs, D]: sums by slot; tokens of no slot have the number B."""
@@ -403,9 +437,9 @@ class StepPrograms:
         return jax.ops.segment_sum(hidden.astype(jnp.float32), slots, num_segments=B + 1)[:B]
 
     def _lower_score(self) -> jax.stages.Lowered:
-        hidden = self._array((SCORED_TOKENS, self._hidden_size), self.config.dtype)
+        hidden = self.array((SCORED_TOKENS, self._hidden_size), self.config.dtype)
         return jax.jit(self._score_step, out_shardings=self.whole).lower(
-            self.head.abstract, hidden, self._array((SCORED_TOKENS,))
+            self.head.abstract, hidden, self.array((SCORED_TOKENS,))
         )
 
     def _score_step(

@@ -269,6 +269,20 @@ class FakeRunner:
         assert len(sampled.token_ids) == len(plan.sampling_rows)
         return sampled
 
+    identity = {"model": "a hash", "weights": "none"}
+
+    def register(self, processors: object) -> None:
+        assert not processors, "a hash has no logits"
+
+    def processor_named(self, name: str, leaves: object) -> None:
+        raise AssertionError(name)
+
+    def processor_states(self, request: Request) -> list:
+        return []
+
+    def restore_states(self, request: Request, states: list) -> None:
+        assert not states
+
     def forget(self, request_id: str) -> None:
         """It remembers nothing of a request."""
 

@@ -11,7 +11,7 @@ import atexit
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from time import monotonic
 from typing import Any
@@ -28,6 +28,7 @@ from jaxinfer.hosts.messages import Message
 from jaxinfer.model_runner import Hidden, InFlight, ModelRunner
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling
+from jaxinfer.sampling_params import SamplingParams
 
 # How soon bad news are heard; good ones at once.
 _LOOK_S = 0.25
@@ -149,15 +150,27 @@ class LeadingRunner(ModelRunner):
 class LeadingEngine(Engine):
     """An engine that, idle or not, notices a host that is lost."""
 
-    def add_request(self, *args: Any, hooks: Hooks | None = None, **more: Any) -> None:
-        """As `Engine`, without hooks: their programs are compiled on first use, on one host.
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        hooks: Hooks | None = None,
+        **more: Any,
+    ) -> None:
+        """As `Engine`, without what has programs of its own: the other hosts do not make them.
 
         Raises:
-            InvalidRequestError, QueueFullError: As `Engine`; or there are hooks.
+            InvalidRequestError, QueueFullError: As `Engine`; or there are hooks or processors.
         """
         if hooks is not None:
             raise InvalidRequestError("capture and edits need an engine on one host", "capture")
-        super().add_request(*args, **more)
+        if params.processors:
+            raise InvalidRequestError(
+                "logits processors need an engine on one host", "logits_processors"
+            )
+        super().add_request(request_id, prompt_token_ids, params, **more)
 
     def check_integrity(self) -> None:
         """As `Engine`; called now and then while there is nothing to do.

@@ -123,8 +123,8 @@ def test_every_field_that_the_clients_declare_has_a_row(endpoint):
 
 
 def test_every_sampling_parameter_is_a_field_of_both_endpoints():
-    # Made by the front end from `bad_words`; always on; what `LLM.score` uses.
-    internal = {"bad_words_token_ids", "detokenize", "prompt_logprobs_start"}
+    # Made by the front end from `bad_words`; always on; what `LLM.score` uses; functions.
+    internal = {"bad_words_token_ids", "detokenize", "prompt_logprobs_start", "logits_processors"}
     for schema in (CompletionRequest, ChatCompletionRequest):
         assert not set(SamplingParams.__dataclass_fields__) - internal - set(schema.model_fields)
 

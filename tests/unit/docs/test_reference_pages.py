@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from jaxinfer.builtin_processors import BUILT_INS
 from jaxinfer.config import EngineConfig
 from jaxinfer.models import supported_families
 from jaxinfer.sampling_params import SamplingParams
@@ -42,6 +43,11 @@ def test_every_table_stands_on_a_page(tables: ModuleType):
 def test_every_field_is_documented(tables: ModuleType, table: str, names):
     text = tables.TABLES[table]()
     assert [name for name in names if f"| `{name}` |" not in text] == []
+
+
+def test_every_logits_processor_is_documented(tables: ModuleType):
+    text = tables.TABLES["processors"]()
+    assert [name for name in BUILT_INS if f"| `{name}(" not in text] == []
 
 
 def test_every_family_is_documented(tables: ModuleType):
