@@ -47,6 +47,8 @@ class EngineConfig:
             insists on kernels, "triton" on the portable ones, "mosaic" on those for Hopper, "xla"
             on none; "interpret" runs the portable ones step by step on any device, for tests.
         tensor_parallel_size: Devices that share each layer.
+        expert_parallel: Of the devices that share a mixture of experts, so many divide the experts
+            among them; the others of them divide each expert.
         seed: Makes the seeds of unseeded requests reproducible. None: random per process.
         max_logprobs: Most alternatives per token a request may ask for.
         max_waiting: Most requests in the waiting queue; None for no limit.
@@ -74,6 +76,7 @@ class EngineConfig:
     warmup: bool = True
     attention_impl: str = "auto"
     tensor_parallel_size: int = 1
+    expert_parallel: int = 1
     seed: int | None = None
     max_logprobs: int = 20
     max_waiting: int | None = None
@@ -98,6 +101,7 @@ class EngineConfig:
             "num_window_pages",
             "kv_cache_memory_bytes",
             "tensor_parallel_size",
+            "expert_parallel",
             "max_waiting",
         ):
             value = getattr(self, name)

@@ -59,6 +59,7 @@ def decode_loop(
     num_slots: tuple[int, ...],
     vocab_size: int,
     max_logprobs: int,
+    vocab_shards: int,
     attend_over: Callable[[KVCache, tuple[RaggedBatch, ...], Array], PagedAttend],
 ) -> tuple[KVCache, SampledTokens, Int[Array, " B"]]:
     """Run each row until it reaches its limit or an end token, and the loop until none runs.
@@ -79,6 +80,7 @@ def decode_loop(
         num_slots: By group, the slot of tokens that must not be written.
         vocab_size: V.
         max_logprobs: Static width of the alternatives.
+        vocab_shards: Static number of devices among which logits are divided.
         attend_over: `PagedAttend` of a cache, rows by group and slots [num_groups, B].
 
     Returns:
@@ -103,7 +105,7 @@ def decode_loop(
             seq_lens=jnp.where(alive(state), positions, 0),
         )
         asked = dataclasses.replace(inputs, positions=positions)
-        return sample(logits, asked, history, max_logprobs=max_logprobs)
+        return sample(logits, asked, history, max_logprobs=max_logprobs, vocab_shards=vocab_shards)
 
     def advance(state: Progress) -> Progress:
         now = alive(state)

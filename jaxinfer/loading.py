@@ -22,9 +22,9 @@ from jaxinfer.engine import Engine
 from jaxinfer.memory import default_cache_dir
 from jaxinfer.model_runner import ModelRunner
 from jaxinfer.model_source import ModelSource, load_model
-from jaxinfer.models import ModelConfig, Transformer, family_of
+from jaxinfer.models import ModelConfig, Transformer, family_of, lay_out_heads
 from jaxinfer.resolution import resolve, runner_config
-from jaxinfer.sharding import check_divisible, make_mesh
+from jaxinfer.sharding import check_experts, log_costs, make_mesh
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -66,8 +66,10 @@ def load(config: EngineConfig, progress: bool = True) -> LoadedModel:
         use_persistent_cache(Path(cache_dir) if cache_dir else default_cache_dir())
     source = ModelSource.open(config.model)
     model_config = family_of(source.config).translate(source.config)
-    check_divisible(model_config, config.tensor_parallel_size)
-    mesh = make_mesh(config.tensor_parallel_size)
+    check_experts(model_config, config.tensor_parallel_size, config.expert_parallel)
+    model_config = lay_out_heads(model_config, config.tensor_parallel_size)
+    mesh = make_mesh(config.tensor_parallel_size, expert_parallel=config.expert_parallel)
+    log_costs(model_config, mesh)
     config = resolve(config, model_config)
     assert config.max_model_len, "the config is resolved"
     model_config = model_config.for_length(config.max_model_len)

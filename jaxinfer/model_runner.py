@@ -20,7 +20,7 @@ from jaxinfer.page_tables import PageTables
 from jaxinfer.request import Pooling, Request, TokenLogprobs
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
-from jaxinfer.sharding import logical, replicated
+from jaxinfer.sharding import page_sharding, replicated
 from jaxinfer.step_programs import SCORED_TOKENS, RunnerConfig, StepPrograms, cache_shape
 
 
@@ -111,7 +111,7 @@ class ModelRunner:
         self._vocab_size = model_config.vocab_size
         self._whole = replicated(mesh)
         shape = cache_shape(model_config, config.windows, config.page_size, config.page_dtype)
-        pages = logical(mesh, None, "kv_heads")
+        pages = page_sharding(mesh, model_config.num_key_value_heads)
         self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
         self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
         self._packer = SamplingPacker(model_config.vocab_size)

@@ -109,6 +109,7 @@ OTHER_VALUES: dict[str, Any] = {
     "served_model_name": "name",
     "compilation_cache_dir": "",
     "tensor_parallel_size": 2,
+    "expert_parallel": 2,
     "attention_impl": "xla",
     "quantization": "int8",
     "kernels": "xla",
