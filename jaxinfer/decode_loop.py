@@ -20,6 +20,7 @@ from jaxinfer.batch import SampledTokens
 from jaxinfer.forward_batch import ForwardBatch
 from jaxinfer.kv_cache import KVCache, PagedAttend, write_token_ids
 from jaxinfer.sampler import History, SamplingInputs, sample
+from jaxinfer.selection import Shards
 from pallas_kernels import RaggedBatch
 from pallas_kernels.shapes import Array, Int
 
@@ -59,7 +60,7 @@ def decode_loop(
     num_slots: tuple[int, ...],
     vocab_size: int,
     max_logprobs: int,
-    vocab_shards: int,
+    shards: Shards | None,
     attend_over: Callable[[KVCache, tuple[RaggedBatch, ...], Array], PagedAttend],
 ) -> tuple[KVCache, SampledTokens, Int[Array, " B"]]:
     """Run each row until it reaches its limit or an end token, and the loop until none runs.
@@ -80,7 +81,7 @@ def decode_loop(
         num_slots: By group, the slot of tokens that must not be written.
         vocab_size: V.
         max_logprobs: Static width of the alternatives.
-        vocab_shards: Static number of devices among which logits are divided.
+        shards: How logits are divided among devices; None if they are not.
         attend_over: `PagedAttend` of a cache, rows by group and slots [num_groups, B].
 
     Returns:
@@ -105,7 +106,7 @@ def decode_loop(
             seq_lens=jnp.where(alive(state), positions, 0),
         )
         asked = dataclasses.replace(inputs, positions=positions)
-        return sample(logits, asked, history, max_logprobs=max_logprobs, vocab_shards=vocab_shards)
+        return sample(logits, asked, history, max_logprobs=max_logprobs, shards=shards)
 
     def advance(state: Progress) -> Progress:
         now = alive(state)

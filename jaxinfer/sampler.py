@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.batch import SampledTokens
-from jaxinfer.selection import bisect, highest, race, take, top_entries, top_values
+from jaxinfer.selection import Shards, bisect, highest, race, take, top_entries, top_values
 from pallas_kernels.shapes import Array, Bool, Float, Int
 
 HISTORY_BLOCK = 256  # positions a trip of the penalties' loop
@@ -124,21 +124,21 @@ def sample(
     history: History,
     *,
     max_logprobs: int,
-    vocab_shards: int = 1,
+    shards: Shards | None = None,
 ) -> SampledTokens:
     """Return a token for each row of float32 `logits`, whose shape alone decides the graph.
 
     A row is corrupted, and its token means nothing, if its logits hold a NaN or +inf, or if nothing
     is left to choose from (masks and -inf logits rule every token out). `max_logprobs` is the
-    static width of the alternatives. `vocab_shards` is the number of devices among which the
-    vocabulary is divided: no more than the likeliest tokens of each leave it.
+    static width of the alternatives. `shards` tells how the vocabulary is divided among
+    devices: no more than the likeliest tokens of each leave it.
     """
     peak, token_ids = highest(logits)
     corrupted = ~jnp.isfinite(peak)
     edited = inputs.has_bias | inputs.has_mask | inputs.penalised
     token_ids, peak = lax.cond(
         jnp.any(edited | inputs.sampled),
-        lambda: _choose(logits, inputs, history, vocab_shards),
+        lambda: _choose(logits, inputs, history, shards),
         lambda: (token_ids, peak),
     )
     corrupted |= ~jnp.isfinite(peak)
@@ -150,7 +150,7 @@ def sample(
     )
     found = lax.cond(
         jnp.any(wanted),
-        lambda: token_logprobs(logits, token_ids, max_logprobs, vocab_shards),
+        lambda: token_logprobs(logits, token_ids, max_logprobs, shards),
         lambda: none,
     )
     return SampledTokens(
@@ -168,7 +168,7 @@ def token_logprobs(
     logits: Float[Array, "B V"],
     token_ids: Int[Array, " B"],
     max_logprobs: int,
-    vocab_shards: int = 1,
+    shards: Shards | None = None,
 ) -> Logprobs:
     """Return the log-probabilities of `token_ids` [B] and of the likeliest under `logits` [B, V].
 
@@ -179,12 +179,12 @@ def token_logprobs(
     scale = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
     own = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
     ranks = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
-    top, top_ids = top_entries(logits, min(max_logprobs, logits.shape[-1]), vocab_shards)
+    top, top_ids = top_entries(logits, min(max_logprobs, logits.shape[-1]), shards)
     return Logprobs((own - peak - scale)[:, 0], ranks, top_ids, top - peak - scale)
 
 
 def _choose(
-    logits: Array, inputs: SamplingInputs, history: History, vocab_shards: int
+    logits: Array, inputs: SamplingInputs, history: History, shards: Shards | None
 ) -> tuple[Array, Array]:
     """Return each row's token and its highest logit after bias, mask and penalties."""
     for needed, edit in (
@@ -196,7 +196,7 @@ def _choose(
     peak, token_ids = highest(logits)
     token_ids = lax.cond(
         jnp.any(inputs.sampled),
-        lambda: jnp.where(inputs.sampled, _draw(logits, peak, inputs, vocab_shards), token_ids),
+        lambda: jnp.where(inputs.sampled, _draw(logits, peak, inputs, shards), token_ids),
         lambda: token_ids,
     )
     return token_ids, peak
@@ -252,7 +252,7 @@ def _count_tokens(history: History, inputs: SamplingInputs, V: int) -> tuple[Arr
 
 
 @jax.named_scope("draw")
-def _draw(logits: Array, peak: Array, inputs: SamplingInputs, vocab_shards: int) -> Array:
+def _draw(logits: Array, peak: Array, inputs: SamplingInputs, shards: Shards | None) -> Array:
     """Return a token a row, drawn with probability proportional to exp(logit / temperature).
 
     Seed and position make the row's key, so the draw depends on nothing else.
@@ -262,7 +262,7 @@ def _draw(logits: Array, peak: Array, inputs: SamplingInputs, vocab_shards: int)
     limited = inputs.sampled & ((inputs.top_k > 0) | (inputs.top_p < 1))
     weights = lax.cond(
         jnp.any(limited),
-        lambda: _keep_likeliest(logits, weights, inputs, vocab_shards),
+        lambda: _keep_likeliest(logits, weights, inputs, shards),
         lambda: weights,
     )
     weights = jnp.where(weights >= inputs.min_p[:, None], weights, 0)
@@ -272,7 +272,7 @@ def _draw(logits: Array, peak: Array, inputs: SamplingInputs, vocab_shards: int)
 
 
 def _keep_likeliest(
-    logits: Array, weights: Array, inputs: SamplingInputs, vocab_shards: int
+    logits: Array, weights: Array, inputs: SamplingInputs, shards: Shards | None
 ) -> Array:
     """Return `weights` [B, V] with zeros outside top-k, then outside top-p of what that left.
 
@@ -280,7 +280,7 @@ def _keep_likeliest(
     or, for a row where those do not suffice (a flat distribution, a large k), by bisection.
     """
     V, k, p = logits.shape[-1], inputs.top_k, inputs.top_p
-    top = top_values(logits, min(NUM_CANDIDATES, V), vocab_shards)  # [B, K]
+    top = top_values(logits, min(NUM_CANDIDATES, V), shards)  # [B, K]
     K = top.shape[-1]
 
     cut = inputs.sampled & (k > 0) & (k < V)

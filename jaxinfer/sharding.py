@@ -20,6 +20,7 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.models import Transformer
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.nn import DividedMoE, MoE
+from jaxinfer.selection import Shards
 from jaxinfer.surgery import modules_of, replace
 
 logger = logging.getLogger(__name__)
@@ -112,9 +113,11 @@ def query_axes(mesh: Mesh, config: ModelConfig) -> tuple[str, ...] | None:
     return mesh_axes(mesh, "heads", config.num_attention_heads)
 
 
-def vocab_shards(mesh: Mesh, vocab_size: int) -> int:
-    """Return among how many devices logits are divided."""
-    return math.prod(mesh.shape[a] for a in mesh_axes(mesh, "vocab", vocab_size) or ())
+def vocab_shards(mesh: Mesh, vocab_size: int) -> Shards | None:
+    """Return how logits are divided among devices, None if each has them whole."""
+    axes = mesh_axes(mesh, "vocab", vocab_size)
+    shards = Shards(mesh, axes) if axes else None
+    return shards if shards is not None and shards.count > 1 else None
 
 
 def divide_experts(model: Transformer, mesh: Mesh) -> None:

@@ -195,7 +195,7 @@ class StepPrograms:
         shape = cache_shape(model.config, config.windows, config.page_size, config.page_dtype)
         self._hidden_size = model.config.hidden_size
         self._vocab_size = model.config.vocab_size
-        self._vocab_shards = vocab_shards(mesh, self._vocab_size)
+        self._shards = vocab_shards(mesh, self._vocab_size)
         self._whole = replicated(mesh)
         self._cache = jax.tree.map(abstract, cache)
         self._attend_over = partial(
@@ -327,7 +327,7 @@ class StepPrograms:
             num_slots=layout.num_slots,
             vocab_size=self._vocab_size,
             max_logprobs=self.config.max_logprobs,
-            vocab_shards=self._vocab_shards,
+            shards=self._shards,
             attend_over=self._attend_over,
         )
 
@@ -370,7 +370,7 @@ class StepPrograms:
             inputs,
             history,
             max_logprobs=self.config.max_logprobs,
-            vocab_shards=self._vocab_shards,
+            shards=self._shards,
         )
         return sampled, jnp.pad(sampled.token_ids, (0, hidden.shape[0] - B))
 
@@ -399,7 +399,7 @@ class StepPrograms:
         self, leaves: tuple[jax.Array, ...], hidden: jax.Array, token_ids: jax.Array
     ) -> Logprobs:
         return token_logprobs(
-            self.head(leaves)(hidden), token_ids, self.config.max_logprobs, self._vocab_shards
+            self.head(leaves)(hidden), token_ids, self.config.max_logprobs, self._shards
         )
 
 
