@@ -96,6 +96,12 @@ _NOT_FOR_BATCHES = tuple(
     f.name for f in dataclasses.fields(ServerOptions) if f.name not in _FOR_BATCHES
 )
 
+# What serving needs to know, and memory does not depend on.
+_NOT_FOR_PLANS = (
+    *("tokenizer", "seed", "max_waiting", "served_model_name", "scheduling_policy", "warmup"),
+    *("overlap", "enable_prefix_caching", "compilation_cache_dir", "kernels", "num_window_pages"),
+)
+
 MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
 Temperature = Annotated[
     float | None, typer.Option(help="0 takes the likeliest token.  [default: the model's, or 0]")
@@ -377,6 +383,40 @@ def convert(
             on_progress=lambda done, total: bars.update(task, completed=done, total=total),
         )
     typer.echo(f"wrote {destination}; try: jaxinfer serve --model {destination}")
+
+
+@app.command(
+    epilog=_examples(
+        "jaxinfer plan --model llama-3-70b --topology h100:8",
+        "jaxinfer plan --model deepseek-v3 --topology h100:16 --max-model-len 32768 --json",
+        "jaxinfer plan --model path/to/folder --topology l4:2 --estimate",
+    )
+)
+@engine_options(leave_out=_NOT_FOR_PLANS)
+def plan(
+    *,
+    config: EngineConfig,
+    topology: Annotated[str, typer.Option(help="Devices, as CHIP:COUNT, such as h100:8.")],
+    estimate: Annotated[
+        bool,
+        typer.Option("--estimate", help="Ask no compiler for temporaries, which takes minutes."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Tell what a model takes of each device's memory, without the devices and its weights.
+
+    --model also takes a config.json and the names llama-3-8b, llama-3-70b and deepseek-v3. Without
+    --tensor-parallel-size all devices share each layer. The exit code is 1 if it does not fit.
+    """
+    import json
+
+    from jaxinfer.plan_compile import plan_memory
+    from jaxinfer.plan_table import plan_table
+
+    found = plan_memory(config, topology, compiled=not estimate)
+    typer.echo(json.dumps(found.to_json(), indent=1) if as_json else plan_table(found))
+    if not found.fits:
+        raise typer.Exit(FAILED_EXIT_CODE)
 
 
 @app.command()

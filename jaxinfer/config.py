@@ -59,6 +59,8 @@ class EngineConfig:
         host_rank: This process's number, from 0. Number 0 serves, the others follow.
         coordinator_address: HOST:PORT at which number 0 is found by the others.
         host_timeout_s: A host that gives no answer for so long is given up, and the engine with it.
+        expert_parallel: Of the devices that share a mixture of experts, so many divide the experts
+            among them; the others of them divide each expert.
         seed: Makes the seeds of unseeded requests reproducible. None: random per process.
         max_logprobs: Most alternatives per token a request may ask for.
         logits_processors: Compiled at start, so that their first use is no surprise: names of
@@ -94,6 +96,7 @@ class EngineConfig:
     host_rank: int = 0
     coordinator_address: str | None = None
     host_timeout_s: float = 20.0
+    expert_parallel: int = 1
     seed: int | None = None
     max_logprobs: int = 20
     logits_processors: tuple[str | LogitsProcessor, ...] = ()
@@ -122,6 +125,7 @@ class EngineConfig:
             "tensor_parallel_size",
             "data_parallel_size",
             "num_hosts",
+            "expert_parallel",
             "max_waiting",
         ):
             value = getattr(self, name)

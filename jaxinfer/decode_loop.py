@@ -20,6 +20,7 @@ from jaxinfer.batch import SampledTokens
 from jaxinfer.forward_batch import ForwardBatch
 from jaxinfer.kv_cache import KVCache, PagedAttend, write_token_ids
 from jaxinfer.sampler import History, SamplingInputs, sample, sample_processed
+from jaxinfer.selection import Shards
 from pallas_kernels import RaggedBatch
 from pallas_kernels.shapes import Array, Int
 
@@ -61,6 +62,7 @@ def decode_loop(
     num_slots: tuple[int, ...],
     vocab_size: int,
     max_logprobs: int,
+    shards: Shards | None,
     attend_over: Callable[[KVCache, tuple[RaggedBatch, ...], Array], PagedAttend],
     process: Callable[[Array, Any, SamplingInputs, History], tuple[Array, Any]] | None = None,
     states: Any = (),
@@ -83,6 +85,7 @@ def decode_loop(
         num_slots: By group, the slot of tokens that must not be written.
         vocab_size: V.
         max_logprobs: Static width of the alternatives.
+        shards: How logits are divided among devices; None if they are not.
         attend_over: `PagedAttend` of a cache, rows by group and slots [num_groups, B].
         process: Logits processors: (logits [B, V], states, inputs, history) → (logits, states).
         states: Theirs before the first step, [B, ...] each.
@@ -111,13 +114,15 @@ def decode_loop(
         )
         asked = dataclasses.replace(inputs, positions=positions)
         if process is None:
-            return sample(logits, asked, history, max_logprobs=max_logprobs), state.states
+            sampled = sample(logits, asked, history, max_logprobs=max_logprobs, shards=shards)
+            return sampled, state.states
         sampled, states = sample_processed(
             logits,
             asked,
             history,
             lambda x: process(x, state.states, asked, history),
             max_logprobs=max_logprobs,
+            shards=shards,
         )
         return sampled, jax.tree.map(partial(_select, alive(state)), states, state.states)
 

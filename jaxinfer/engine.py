@@ -212,7 +212,16 @@ class Engine:
         Waits for the step in flight: its tokens are in the snapshot, and the next `step` returns
         them. Pages are not saved, restored requests compute their tokens again. Bitwise logits are
         those of a preempted request.
+
+        Raises:
+            SnapshotError: A live request captures or edits: what it saw so far would be lost.
         """
+        hooked = next((r.request_id for r in self.scheduler.live if r.hooks is not None), None)
+        if hooked is not None:
+            raise SnapshotError(
+                f"request {hooked!r} captures or edits inside the model, which a snapshot does not"
+                " hold; take it before or after"
+            )
         self._settled += self._learn()
         return pack(
             {

@@ -123,8 +123,9 @@ class PagedAttend:
         slot_mapping: Where each token is written, by group.
         layer_groups: Each layer's group.
         impl: "cpu" for the C++ kernel; else see `pallas_kernels.paged_attention`.
-        sharding: Of the pages. Where several devices hold them, each stores and attends to its own
+        sharding: Of the pages. Where there are several devices, each stores and attends to its own
             heads: XLA cannot divide a kernel.
+        query_axes: The mesh axes over which query heads are divided; None for none.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class PagedAttend:
         layer_groups: Sequence[int],
         impl: str,
         sharding: NamedSharding,
+        query_axes: tuple[str, ...] | None = None,
     ):
         self._layers = list(cache.layers)
         self._token_ids = cache.token_ids
@@ -144,6 +146,7 @@ class PagedAttend:
         self._layer_groups = layer_groups
         self._impl = impl
         self._sharding = sharding
+        self._query_axes = query_axes
 
     @property
     def cache(self) -> KVCache:
@@ -221,13 +224,19 @@ class PagedAttend:
 
     def _on_own_heads(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Let each device run the function on the heads that it holds."""
-        heads = self._sharding.spec[1]
-        by_head, whole = PartitionSpec(None, heads), PartitionSpec()
+        pages, whole = PartitionSpec(None, self._sharding.spec[1]), PartitionSpec()
+        queries = PartitionSpec(None, self._query_axes)
         return jax.shard_map(
             function,
             mesh=self._sharding.mesh,
-            in_specs=(by_head, by_head, whole, whole, PartitionSpec(heads)),
-            out_specs=(by_head, by_head),
+            in_specs=(
+                (queries, pages, pages),
+                pages,
+                whole,
+                whole,
+                PartitionSpec(self._query_axes),
+            ),
+            out_specs=(queries, pages),
             # A kernel does not tell which of its results differ from device to device.
             check_vma=False,
         )

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 from jaxinfer.batch_snapshot import Batch, pack_batch, unpack_batch
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import ConfigError, EngineDeadError, InvalidRequestError, QueueFullError
+from jaxinfer.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    SnapshotError,
+)
 from jaxinfer.generation import Generation, Sample
 from jaxinfer.input_processor import (
     InputProcessor,
@@ -240,6 +246,7 @@ class LLM(Scoring):
 
         Raises:
             InvalidRequestError: No batch is running in this thread.
+            SnapshotError: The batch captures or edits inside the model.
             EngineDeadError: As for `generate`.
         """
         batch, thread = self._batch
@@ -250,6 +257,8 @@ class LLM(Scoring):
         try:
             self._take_in(self._engine.settle())
             return pack_batch(batch, self._engine.snapshot())
+        except SnapshotError:
+            raise  # refused before anything was changed
         except Exception as error:
             raise self._broken(error) from error
 

@@ -30,9 +30,9 @@ from jaxinfer.hosts.messages import Message
 from jaxinfer.memory import default_cache_dir
 from jaxinfer.model_runner import ModelRunner
 from jaxinfer.model_source import ModelSource, load_model
-from jaxinfer.models import ModelConfig, Transformer, family_of
+from jaxinfer.models import ModelConfig, Transformer, family_of, lay_out_heads
 from jaxinfer.resolution import resolve, runner_config
-from jaxinfer.sharding import check_divisible, device_groups, make_mesh
+from jaxinfer.sharding import check_experts, device_groups, log_costs, make_mesh
 from jaxinfer.tokenizer import Tokenizer
 
 
@@ -106,8 +106,7 @@ def load(
         raise ConfigError(f"host {config.host_rank} follows: give it to `jaxinfer serve`")
     _keep_programs(config)
     source = ModelSource.open(config.model)
-    model_config = family_of(source.config).translate(source.config)
-    check_divisible(model_config, config.tensor_parallel_size)
+    model_config = _model_config(source, config)
     config = resolve(config, model_config)
     make_runner: Callable[..., ModelRunner] = ModelRunner
     make_engine: type[Engine] = Engine
@@ -168,7 +167,7 @@ def follow(config: EngineConfig, progress: bool = True) -> None:
     settings = json.loads(message.text)
     config = EngineConfig(**{**settings, **{name: getattr(config, name) for name in own}})
     source = ModelSource.open(config.model)
-    model_config = family_of(source.config).translate(source.config)
+    model_config = _model_config(source, config)
     with _progress(progress) as stage:
         runner, _ = _fill_runner(config, source, model_config, None, ModelRunner, stage)
         try:
@@ -192,7 +191,8 @@ def _fill_runner(
     """Return a runner with its weights, and the model as it is for the config's length."""
     assert config.max_model_len, "the config is resolved"
     model_config = model_config.for_length(config.max_model_len)
-    mesh = make_mesh(config.tensor_parallel_size, devices)
+    mesh = make_mesh(config.tensor_parallel_size, devices, expert_parallel=config.expert_parallel)
+    log_costs(model_config, mesh)
     runners: list[ModelRunner] = []
 
     def on_model(model: Transformer, parameters: dict[str, Any]) -> None:
@@ -219,6 +219,13 @@ def _fill_runner(
             runner.close()
         raise
     return runner, model_config
+
+
+def _model_config(source: ModelSource, config: EngineConfig) -> ModelConfig:
+    """Return the model's sizes, with its heads laid out for the devices."""
+    model_config = family_of(source.config).translate(source.config)
+    check_experts(model_config, config.tensor_parallel_size, config.expert_parallel)
+    return lay_out_heads(model_config, config.tensor_parallel_size)
 
 
 def _keep_programs(config: EngineConfig) -> None:

@@ -30,7 +30,7 @@ from jaxinfer.processor_slots import ProcessorSlots
 from jaxinfer.request import Pooling, Request, TokenLogprobs
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
-from jaxinfer.sharding import logical, place, replicated
+from jaxinfer.sharding import page_sharding, place, replicated
 from jaxinfer.step_programs import SCORED_TOKENS, RunnerConfig, StepPrograms, cache_shape
 
 
@@ -126,7 +126,7 @@ class ModelRunner:
         self._vocab_size = model_config.vocab_size
         self._whole = replicated(mesh)
         shape = cache_shape(model_config, config.windows, config.page_size, config.page_dtype)
-        pages = logical(mesh, None, "kv_heads")
+        pages = page_sharding(mesh, model_config.num_key_value_heads)
         self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
         self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
         self._hooks = HookPrograms(self.programs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from jaxinfer.models import (
     family_of,
     flat_parameters,
     load_weights,
+    relayout,
 )
 from jaxinfer.quant import operate
-from jaxinfer.sharding import parameter_shardings, place
+from jaxinfer.sharding import divide_experts, parameter_shardings, place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +96,14 @@ def load_model(
         on_model: Called before any weight is read, with the model and what its parameters will be:
             compiling may begin.
     """
-    original = nnx.state(abstract_model(model_config, dtype)[0])
+    original = nnx.state(abstract_model(model_config.as_stored(), dtype)[0])
     model, recipes = abstract_model(model_config, dtype, quantization, kernels)
+    divide_experts(model, mesh)
     parameters = flat_parameters(nnx.state(model))
     shardings = parameter_shardings(mesh, parameters)
     on_model(model, _targets(parameters, shardings))
     if source.checkpoint is None:
-        restored = _restore(source, mesh, original)
+        restored = _laid_out(_restore(source, mesh, original), model_config, shardings)
         return model, _changed(restored, recipes, shardings)
     family = family_of(source.config)
     return model, load_weights(
@@ -122,6 +125,23 @@ def _restore(
     parameters = flat_parameters(state)
     targets = _targets(parameters, parameter_shardings(mesh, parameters))
     return checkpoints.restore_tree(source.path, targets)
+
+
+def _laid_out(
+    arrays: dict[str, jax.Array],
+    model_config: ModelConfig,
+    shardings: Mapping[str, jax.sharding.Sharding],
+) -> dict[str, jax.Array]:
+    """Give the arrays the heads of the model, on the devices."""
+    if model_config.stored_heads is None:
+        return arrays
+    laid_out = {}
+    for path, values in arrays.items():
+        change = partial(relayout, model_config, path)
+        if jax.eval_shape(change, values).shape != values.shape:
+            values = jax.jit(change, out_shardings=shardings[path])(values)
+        laid_out[path] = values
+    return laid_out
 
 
 def _targets(

@@ -91,6 +91,7 @@ class ProcessedPrograms:
             history,
             lambda x: process(self._kinds, x, states, packed[2:] != 0, inputs, history),
             max_logprobs=self._plain.config.max_logprobs,
+            shards=self._plain.shards,
         )
         stored = store_states(stored, states, packed, inputs.positions)
         return sampled, jnp.pad(sampled.token_ids, (0, hidden.shape[0] - B)), stored

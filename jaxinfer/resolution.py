@@ -33,6 +33,11 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     dtype, kernels = _dtype_and_kernels(config, platform)
     kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     _check_page_dtype(kv_cache_dtype, model_config)
+    if config.quantization is not None and config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"quantization={config.quantization} is not supported on several devices yet: leave "
+            f"it out, or set tensor_parallel_size to 1 instead of {config.tensor_parallel_size}"
+        )
     longest = model_config.max_position_embeddings
     if config.max_model_len and config.max_model_len > longest:
         raise ConfigError(
@@ -46,9 +51,10 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         shape = cache_shape(model_config, windows, config.page_size, page_dtype(kv_cache_dtype))
         page_bytes = [shape.page_bytes(group) for group in range(1 + len(windows))]
         attention = _attention(config, dtype, shape)
+        page_shards = _page_shards(config, model_config)
         num_pages, num_window_pages = (
             _within_reach(count, config, attention, shape)
-            for count in _page_counts(config, windows, pages_each, page_bytes)
+            for count in _page_counts(config, windows, pages_each, page_bytes, page_shards)
         )
         if num_pages >= pages_each:
             break
@@ -205,8 +211,18 @@ def _kernels(config: EngineConfig, platform: str, *, same_dtype: bool) -> str:
     return "xla"
 
 
+def _page_shards(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return how many devices share a page: all, unless each holds all KV heads."""
+    n = config.tensor_parallel_size
+    return 1 if model_config.num_key_value_heads % n else n
+
+
 def _page_counts(
-    config: EngineConfig, windows: tuple[int, ...], pages_each: int, page_bytes: list[int]
+    config: EngineConfig,
+    windows: tuple[int, ...],
+    pages_each: int,
+    page_bytes: list[int],
+    page_shards: int,
 ) -> tuple[int, int]:
     """Return how many pages whole sequences get, and how many each window gets.
 
@@ -219,6 +235,7 @@ def _page_counts(
         windows: Of the model.
         pages_each: Pages of a sequence of full length.
         page_bytes: By group.
+        page_shards: Devices that share a page.
     """
     longest = max(windows, default=0)
     chunk = config.max_num_batched_tokens
@@ -235,7 +252,7 @@ def _page_counts(
         pages_each * one_page + window_each * one_window_page
     )
     # Page bytes are those of all devices together, as is what the budget buys.
-    budget *= config.tensor_parallel_size
+    budget *= page_shards
     if windows and num_window_pages is None:
         share = max(budget // 2, budget - most * one_page) // one_window_page
         num_window_pages = min(most_window, max(window_each, share))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxinfer.batch import SampledTokens
-from jaxinfer.selection import bisect, highest, race, take, top_values
+from jaxinfer.selection import Shards, bisect, highest, race, take, top_entries, top_values
 from pallas_kernels.shapes import Array, Bool, Float, Int
 
 HISTORY_BLOCK = 256  # positions a trip of the penalties' loop
@@ -120,23 +120,29 @@ class Logprobs(NamedTuple):
 
 
 def sample(
-    logits: Float[Array, "B V"], inputs: SamplingInputs, history: History, *, max_logprobs: int
+    logits: Float[Array, "B V"],
+    inputs: SamplingInputs,
+    history: History,
+    *,
+    max_logprobs: int,
+    shards: Shards | None = None,
 ) -> SampledTokens:
     """Return a token for each row of float32 `logits`, whose shape alone decides the graph.
 
     A row is corrupted, and its token means nothing, if its logits hold a NaN or +inf, or if nothing
     is left to choose from (masks and -inf logits rule every token out). `max_logprobs` is the
-    static width of the alternatives.
+    static width of the alternatives. `shards` tells how the vocabulary is divided among
+    devices: no more than the likeliest tokens of each leave it.
     """
     peak, token_ids = highest(logits)
     corrupted = ~jnp.isfinite(peak)
     edited = inputs.has_bias | inputs.has_mask | inputs.penalised
     token_ids, peak = lax.cond(
         jnp.any(edited | inputs.sampled),
-        lambda: _choose(logits, inputs, history),
+        lambda: _choose(logits, inputs, history, shards),
         lambda: (token_ids, peak),
     )
-    return _report(logits, token_ids, corrupted | ~jnp.isfinite(peak), inputs, max_logprobs)
+    return _report(logits, token_ids, corrupted | ~jnp.isfinite(peak), inputs, max_logprobs, shards)
 
 
 def sample_processed[Extra](
@@ -146,6 +152,7 @@ def sample_processed[Extra](
     process: Callable[[Array], tuple[Array, Extra]],
     *,
     max_logprobs: int,
+    shards: Shards | None = None,
 ) -> tuple[SampledTokens, Extra]:
     """Do what `sample` does, with `process` on the logits [B, V] behind the penalties.
 
@@ -153,12 +160,18 @@ def sample_processed[Extra](
     """
     corrupted = ~jnp.isfinite(highest(logits)[0])
     processed, extra = process(_edit(logits, inputs, history))
-    token_ids, peak = _pick(processed, inputs)
-    return _report(logits, token_ids, corrupted | ~jnp.isfinite(peak), inputs, max_logprobs), extra
+    token_ids, peak = _pick(processed, inputs, shards)
+    corrupted |= ~jnp.isfinite(peak)
+    return _report(logits, token_ids, corrupted, inputs, max_logprobs, shards), extra
 
 
 def _report(
-    logits: Array, token_ids: Array, corrupted: Array, inputs: SamplingInputs, max_logprobs: int
+    logits: Array,
+    token_ids: Array,
+    corrupted: Array,
+    inputs: SamplingInputs,
+    max_logprobs: int,
+    shards: Shards | None,
 ) -> SampledTokens:
     """Return the tokens, with what the raw `logits` say of those that were asked about."""
     wanted = inputs.wants_logprobs & ~corrupted
@@ -167,7 +180,9 @@ def _report(
         jax.eval_shape(lambda: token_logprobs(logits, token_ids, max_logprobs)),
     )
     found = lax.cond(
-        jnp.any(wanted), lambda: token_logprobs(logits, token_ids, max_logprobs), lambda: none
+        jnp.any(wanted),
+        lambda: token_logprobs(logits, token_ids, max_logprobs, shards),
+        lambda: none,
     )
     return SampledTokens(
         token_ids=token_ids,
@@ -181,7 +196,10 @@ def _report(
 
 @jax.named_scope("logprobs")
 def token_logprobs(
-    logits: Float[Array, "B V"], token_ids: Int[Array, " B"], max_logprobs: int
+    logits: Float[Array, "B V"],
+    token_ids: Int[Array, " B"],
+    max_logprobs: int,
+    shards: Shards | None = None,
 ) -> Logprobs:
     """Return the log-probabilities of `token_ids` [B] and of the likeliest under `logits` [B, V].
 
@@ -192,13 +210,15 @@ def token_logprobs(
     scale = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=-1, keepdims=True))
     own = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
     ranks = 1 + jnp.sum(logits > own, axis=-1, dtype=jnp.int32)
-    top, top_ids = lax.top_k(logits, min(max_logprobs, logits.shape[-1]))
+    top, top_ids = top_entries(logits, min(max_logprobs, logits.shape[-1]), shards)
     return Logprobs((own - peak - scale)[:, 0], ranks, top_ids, top - peak - scale)
 
 
-def _choose(logits: Array, inputs: SamplingInputs, history: History) -> tuple[Array, Array]:
+def _choose(
+    logits: Array, inputs: SamplingInputs, history: History, shards: Shards | None
+) -> tuple[Array, Array]:
     """Return each row's token and its highest logit after bias, mask and penalties."""
-    return _pick(_edit(logits, inputs, history), inputs)
+    return _pick(_edit(logits, inputs, history), inputs, shards)
 
 
 def _edit(logits: Array, inputs: SamplingInputs, history: History) -> Array:
@@ -212,12 +232,12 @@ def _edit(logits: Array, inputs: SamplingInputs, history: History) -> Array:
     return logits
 
 
-def _pick(logits: Array, inputs: SamplingInputs) -> tuple[Array, Array]:
+def _pick(logits: Array, inputs: SamplingInputs, shards: Shards | None) -> tuple[Array, Array]:
     """Return each row's token, drawn or the likeliest, and its highest logit."""
     peak, token_ids = highest(logits)
     token_ids = lax.cond(
         jnp.any(inputs.sampled),
-        lambda: jnp.where(inputs.sampled, _draw(logits, peak, inputs), token_ids),
+        lambda: jnp.where(inputs.sampled, _draw(logits, peak, inputs, shards), token_ids),
         lambda: token_ids,
     )
     return token_ids, peak
@@ -273,7 +293,7 @@ def _count_tokens(history: History, inputs: SamplingInputs, V: int) -> tuple[Arr
 
 
 @jax.named_scope("draw")
-def _draw(logits: Array, peak: Array, inputs: SamplingInputs) -> Array:
+def _draw(logits: Array, peak: Array, inputs: SamplingInputs, shards: Shards | None) -> Array:
     """Return a token a row, drawn with probability proportional to exp(logit / temperature).
 
     Seed and position make the row's key, so the draw depends on nothing else.
@@ -282,7 +302,9 @@ def _draw(logits: Array, peak: Array, inputs: SamplingInputs) -> Array:
     weights = jnp.exp((logits - peak[:, None]) / _divisor(inputs)[:, None])
     limited = inputs.sampled & ((inputs.top_k > 0) | (inputs.top_p < 1))
     weights = lax.cond(
-        jnp.any(limited), lambda: _keep_likeliest(logits, weights, inputs), lambda: weights
+        jnp.any(limited),
+        lambda: _keep_likeliest(logits, weights, inputs, shards),
+        lambda: weights,
     )
     weights = jnp.where(weights >= inputs.min_p[:, None], weights, 0)
     keys = jax.random.wrap_key_data(inputs.seeds, impl="threefry2x32")
@@ -290,14 +312,16 @@ def _draw(logits: Array, peak: Array, inputs: SamplingInputs) -> Array:
     return race(weights, keys)
 
 
-def _keep_likeliest(logits: Array, weights: Array, inputs: SamplingInputs) -> Array:
+def _keep_likeliest(
+    logits: Array, weights: Array, inputs: SamplingInputs, shards: Shards | None
+) -> Array:
     """Return `weights` [B, V] with zeros outside top-k, then outside top-p of what that left.
 
     No sort of the vocabulary: both limits are thresholds, found among the likeliest few candidates
     or, for a row where those do not suffice (a flat distribution, a large k), by bisection.
     """
     V, k, p = logits.shape[-1], inputs.top_k, inputs.top_p
-    top = top_values(logits, min(NUM_CANDIDATES, V))  # [B, K]
+    top = top_values(logits, min(NUM_CANDIDATES, V), shards)  # [B, K]
     K = top.shape[-1]
 
     cut = inputs.sampled & (k > 0) & (k < V)

@@ -32,7 +32,7 @@ from jaxinfer.nn.tap import NO_TAP, Tap
 from jaxinfer.sampler import History, Logprobs, sample, token_logprobs
 from jaxinfer.sampling_batch import MAX_STOP_IDS, ROW_FIELDS, unpack_sampling
 from jaxinfer.sampling_params import MAX_LOGIT_BIAS
-from jaxinfer.sharding import replicated
+from jaxinfer.sharding import query_axes, replicated, vocab_shards
 
 SCORED_TOKENS = 32
 """Prompt positions scored by one call of the scoring program."""
@@ -203,6 +203,7 @@ class StepPrograms:
         shape = cache_shape(model.config, config.windows, config.page_size, config.page_dtype)
         self._hidden_size = model.config.hidden_size
         self.vocab_size = model.config.vocab_size
+        self.shards = vocab_shards(mesh, self.vocab_size)
         self.whole = replicated(mesh)
         self.abstract_cache = jax.tree.map(abstract, cache)
         self._attend_over = partial(
@@ -210,6 +211,7 @@ class StepPrograms:
             layer_groups=shape.layer_groups,
             impl=config.attention_impl,
             sharding=self.abstract_cache.layers[0].k_pages.sharding,
+            query_axes=query_axes(mesh, model.config),
         )
         self.compiled = Programs(
             {
@@ -376,6 +378,7 @@ class StepPrograms:
             num_slots=layout.num_slots,
             vocab_size=self.vocab_size,
             max_logprobs=self.config.max_logprobs,
+            shards=self.shards,
             attend_over=self._attend_over,
             **processing,
         )
@@ -418,7 +421,13 @@ class StepPrograms:
         logits = self.head(leaves)(hidden[:B])  # [B, V]
         # The token being sampled stands behind all those so far.
         history = History(token_pages=token_pages, page_table=page_table, seq_lens=inputs.positions)
-        sampled = sample(logits, inputs, history, max_logprobs=self.config.max_logprobs)
+        sampled = sample(
+            logits,
+            inputs,
+            history,
+            max_logprobs=self.config.max_logprobs,
+            shards=self.shards,
+        )
         return sampled, jnp.pad(sampled.token_ids, (0, hidden.shape[0] - B))
 
     def _lower_rows(self, T: int) -> jax.stages.Lowered:
@@ -445,7 +454,9 @@ class StepPrograms:
     def _score_step(
         self, leaves: tuple[jax.Array, ...], hidden: jax.Array, token_ids: jax.Array
     ) -> Logprobs:
-        return token_logprobs(self.head(leaves)(hidden), token_ids, self.config.max_logprobs)
+        return token_logprobs(
+            self.head(leaves)(hidden), token_ids, self.config.max_logprobs, self.shards
+        )
 
 
 def abstract(x: jax.Array) -> jax.ShapeDtypeStruct:

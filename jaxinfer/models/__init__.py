@@ -2,6 +2,7 @@
 
 from jaxinfer.models.config import ModelConfig
 from jaxinfer.models.family import Family, Weight
+from jaxinfer.models.head_layout import lay_out_heads, relayout
 from jaxinfer.models.hf_config import decoder_config
 from jaxinfer.models.registry import family_of, register_family, supported_families
 from jaxinfer.models.transformer import Transformer
@@ -17,7 +18,9 @@ __all__ = [
     "decoder_config",
     "family_of",
     "flat_parameters",
+    "lay_out_heads",
     "load_weights",
     "register_family",
+    "relayout",
     "supported_families",
 ]

@@ -51,6 +51,8 @@ class ModelConfig:
         residual_multiplier: Of what attention and feed-forward add.
         logit_multiplier: Of the logits.
         logit_softcap: Logits become `cap * tanh(logit / cap)`.
+        stored_heads: Query and KV heads of the checkpoint, where they were laid out for several
+            devices: see `jaxinfer.models.head_layout`. None: those above.
     """
 
     vocab_size: int
@@ -86,6 +88,7 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
+    stored_heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.hidden_act not in ACTIVATIONS:
@@ -151,6 +154,18 @@ class ModelConfig:
     def is_routed(self, layer: int) -> bool:
         """Whether a layer's feed-forward is a mixture of experts."""
         return self.moe is not None and (not self.moe_layers or self.moe_layers[layer])
+
+    def as_stored(self) -> ModelConfig:
+        """The same model with the heads that its checkpoint has."""
+        if self.stored_heads is None:
+            return self
+        num_heads, num_kv_heads = self.stored_heads
+        return dataclasses.replace(
+            self,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            stored_heads=None,
+        )
 
     def for_length(self, max_model_len: int) -> ModelConfig:
         """The same model, settled to serve sequences of up to this length."""

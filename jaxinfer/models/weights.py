@@ -1,9 +1,14 @@
-"""From a checkpoint's tensors into a model's parameters, one at a time, straight into place."""
+"""From a checkpoint's tensors into a model's parameters, one at a time, straight into place.
+
+Where several devices share a parameter, each is given its own part, and no other is read.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -13,7 +18,9 @@ from flax import nnx
 
 from jaxinfer.errors import ModelError
 from jaxinfer.models.config import ModelConfig
+from jaxinfer.models.deferred import Deferred
 from jaxinfer.models.family import Family, Weight
+from jaxinfer.models.head_layout import relayout
 
 
 @runtime_checkable
@@ -95,6 +102,17 @@ class _Filling:
         parts = [source.read(name).astype(dtype, copy=False) for name in self.sources]
         return self.weight.assemble(np, parts, config)
 
+    def deferred(self, source: TensorSource, config: ModelConfig, dtype: Any) -> Deferred:
+        """Return the values to be read in parts."""
+        if self.weight.packed:  # decoded as a whole
+            whole = self.read(source, config, dtype)
+            return Deferred.of(lambda: whole, whole.shape, dtype)
+        parts = [
+            Deferred.of(partial(source.read, name), source.info(name).shape, dtype)
+            for name in self.sources
+        ]
+        return self.weight.assemble(np, parts, config)
+
 
 def flat_parameters(state: nnx.State) -> dict[str, nnx.Variable]:
     """Return the parameters by dotted path, in the order of the state's leaves."""
@@ -116,13 +134,15 @@ def load_weights(
 ) -> dict[str, jax.Array]:
     """Read every parameter of a model into its sharding.
 
-    Host memory peaks at the largest parameter beyond what is already on the device.
+    Host memory peaks at the largest parameter beyond what is already on the devices. Of a parameter
+    that several share, each process reads what its own hold.
 
     Args:
         source: The checkpoint.
         family: Whose table of weights applies.
-        config: Decides which parameters exist.
-        state: Abstract parameters of the model as the family knows it: shapes and dtypes.
+        config: The model's; as stored, it decides which parameters exist.
+        state: Abstract parameters of the model as stored and as the family knows it: shapes and
+            dtypes.
         shardings: Where each of the model's parameters goes, by dotted path.
         recipes: What the model has instead of parameters of `state`.
         on_progress: Called with bytes of `state` done and in all.
@@ -137,23 +157,43 @@ def load_weights(
     if family.optional_prefix:
         source = _WithoutPrefix(source, family.optional_prefix)
     parameters = flat_parameters(state)
-    fillings = _fillings(family, config)
-    _check(source, family, config, parameters, fillings)
+    stored = config.as_stored()
+    fillings = _fillings(family, stored)
+    _check(source, family, stored, parameters, fillings)
     sizes = {path: int(np.prod(p.shape)) * p.dtype.itemsize for path, p in parameters.items()}
     done, total = 0, sum(sizes.values())
     arrays = {}
     used = {path for recipe in recipes for path in recipe.sources}
     for recipe in (*recipes, *(as_it_is(path) for path in parameters if path not in used)):
         changed = recipe.targets != recipe.sources
-        values = [
-            fillings[path].read(source, config, np.float32 if changed else parameters[path].dtype)
-            for path in recipe.sources
-        ]
+        shared = not changed and len(shardings[recipe.targets[0]].device_set) > 1
+        values = []
+        for path in recipe.sources:
+            dtype = np.float32 if changed else parameters[path].dtype
+            read = fillings[path].deferred if shared else fillings[path].read
+            values.append(relayout(config, path, read(source, stored, dtype)))
         for path, made in zip(recipe.targets, recipe.make(*values), strict=True):
-            arrays[path] = put(np.ascontiguousarray(made), shardings[path])
+            if shared:
+                arrays[path] = _place_parts(made, shardings[path])
+            else:
+                arrays[path] = put(np.ascontiguousarray(made), shardings[path])
         done += sum(sizes[path] for path in recipe.sources)
         on_progress(done, total)
     return arrays
+
+
+def _place_parts(values: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Give each device of this process its part of `Deferred` values, reading each part once."""
+    devices = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(values.shape).items():
+        assert index is not None
+        spans = (part.indices(size) for part, size in zip(index, values.shape, strict=True))
+        devices[tuple((start, stop) for start, stop, _ in spans)].append(device)
+    placed = []
+    for box, same in devices.items():
+        part = np.ascontiguousarray(values.read(box))
+        placed += [jax.device_put(part, device) for device in same]
+    return jax.make_array_from_single_device_arrays(values.shape, sharding, placed)
 
 
 def _fillings(family: Family, config: ModelConfig) -> dict[str, _Filling]:

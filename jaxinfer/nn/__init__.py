@@ -1,6 +1,7 @@
 """The layers, as Flax NNX modules: shapes and arithmetic, no checkpoint and no request."""
 
 from jaxinfer.nn.attention import Attention
+from jaxinfer.nn.divided_moe import DividedMoE
 from jaxinfer.nn.embedding import Embedding
 from jaxinfer.nn.latent_attention import LatentAttention, LatentConfig
 from jaxinfer.nn.linear import Linear
@@ -12,6 +13,7 @@ from jaxinfer.nn.rope_scaling import RopeConfig, RopeScaling
 
 __all__ = [
     "Attention",
+    "DividedMoE",
     "Embedding",
     "GatedMLP",
     "LatentAttention",

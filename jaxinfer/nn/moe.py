@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,17 @@ class MoEConfig:
     stored_as: str = "matrices"
 
 
+class ExpertKernels(NamedTuple):
+    """Weights of some experts, or something about each of them. Biases may be None."""
+
+    gate: Any  # [E, D, F]
+    up: Any  # [E, D, F]
+    down: Any  # [E, F, D]
+    gate_bias: Any  # [E, F]
+    up_bias: Any  # [E, F]
+    down_bias: Any  # [E, D]
+
+
 class MoE(nnx.Module):
     """`sum(weight * expert(x) for the k experts with the highest scores)` (arXiv:2401.04088).
 
@@ -69,14 +80,16 @@ class MoE(nnx.Module):
             hidden, (E,), dtype=dtype, axes=("embed", None), bias=config.router_bias
         )
         # Gate and up apart: as one product, a shard of it would not hold matching halves.
-        wide, narrow = (None, "embed", "mlp"), (None, "mlp", "embed")
+        wide = ("experts", "embed", "expert_mlp")
+        narrow = ("experts", "expert_mlp", "embed")
         self.gate = parameter((E, hidden, F), dtype, wide)
         self.up = parameter((E, hidden, F), dtype, wide)
         self.down = parameter((E, F, hidden), dtype, narrow)
         bias = config.expert_bias
-        self.gate_bias = parameter((E, F), dtype, (None, "mlp")) if bias else None
-        self.up_bias = parameter((E, F), dtype, (None, "mlp")) if bias else None
-        self.down_bias = parameter((E, hidden), dtype, (None, "embed")) if bias else None
+        wide, narrow = ("experts", "expert_mlp"), ("experts", "embed")
+        self.gate_bias = parameter((E, F), dtype, wide) if bias else None
+        self.up_bias = parameter((E, F), dtype, wide) if bias else None
+        self.down_bias = parameter((E, hidden), dtype, narrow) if bias else None
         # float32 whatever the model is: it decides between scores that are close.
         self.correction_bias = (
             parameter((E,), jnp.float32, (None,)) if config.correction_bias else None
@@ -93,38 +106,54 @@ class MoE(nnx.Module):
         self, x: Float[Array, "T D"], is_real: Bool[Array, " T"], tap: Tap = NO_TAP
     ) -> Float[Array, "T D"]:
         """Return what the experts make of each token, zeros for those that are not real."""
-        T, D = x.shape
-        k = self.config.num_experts_per_tok
         correction = None if self.correction_bias is None else self.correction_bias[...]
         scores = tap("router_logits", self.router(x, out_dtype=jnp.float32))
         weights, experts = route(scores, correction, self.config)
         # Padding goes to an expert behind the last, where no group reaches.
-        experts = jnp.where(is_real[:, None], experts, self.config.num_experts).reshape(T * k)
-        order = jnp.argsort(experts)  # [T * k] visits by expert
-        visits = self._experts(x[order // k], experts[order])
-        # Back in the order of tokens: each row knows where its visit went.
-        back = jnp.zeros_like(order).at[order].set(jnp.arange(T * k, dtype=order.dtype))
-        visits = visits[back].reshape(T, k, D)
-        out = jnp.einsum("TkD,Tk->TD", visits, weights)
+        experts = jnp.where(is_real[:, None], experts, self.config.num_experts)
+        out = self.mix(x, weights, experts)
         out = jnp.where(is_real[:, None], out, 0.0).astype(x.dtype)
         return out if self.shared is None else out + self.shared(x, tap)
 
-    def _experts(
-        self, x: Float[Array, "rows D"], experts: Int[Array, " rows"]
+    def mix(
+        self, x: Float[Array, "T D"], weights: Float[Array, "T k"], experts: Int[Array, "T k"]
+    ) -> Float[Array, "T D"]:
+        """Return float32: the weighted sum of what its experts make of each token."""
+        T, D = x.shape
+        k = self.config.num_experts_per_tok
+        experts = experts.reshape(T * k)
+        order = jnp.argsort(experts)  # [T * k] visits by expert
+        visits = self.visit(x[order // k], experts[order], self.kernels)
+        # Back in the order of tokens: each row knows where its visit went.
+        back = jnp.zeros_like(order).at[order].set(jnp.arange(T * k, dtype=order.dtype))
+        return jnp.einsum("TkD,Tk->TD", visits[back].reshape(T, k, D), weights)
+
+    @property
+    def kernels(self) -> ExpertKernels:
+        """The experts' weights."""
+        names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+        parameters = (getattr(self, name) for name in names)
+        return ExpertKernels(*(None if p is None else p[...] for p in parameters))
+
+    def visit(
+        self, x: Float[Array, "rows D"], experts: Int[Array, " rows"], kernels: ExpertKernels
     ) -> Float[Array, "rows D"]:
-        """Return float32; row i visits expert `experts[i]`, which is sorted."""
-        E = self.config.num_experts
+        """Return float32; row i visits expert `experts[i]` of `kernels`, which is sorted.
+
+        Rows of an expert behind the last come back as anything.
+        """
+        E = kernels.gate.shape[0]
         sizes = jnp.bincount(experts, length=E + 1)[:E].astype(jnp.int32)
 
-        def project(x: Array, kernels: nnx.Param, bias: nnx.Param | None) -> Array:
-            out = grouped_matmul(x, kernels[...], sizes)
+        def project(x: Array, kernel: Array, bias: Array | None) -> Array:
+            out = grouped_matmul(x, kernel, sizes)
             if bias is None:
                 return out
-            return out + bias[...].at[experts].get(mode="clip").astype(jnp.float32)
+            return out + bias.at[experts].get(mode="clip").astype(jnp.float32)
 
-        gate = project(x, self.gate, self.gate_bias)
-        up = project(x, self.up, self.up_bias)
-        return project(self._activate(gate, up).astype(x.dtype), self.down, self.down_bias)
+        gate = project(x, kernels.gate, kernels.gate_bias)
+        up = project(x, kernels.up, kernels.up_bias)
+        return project(self._activate(gate, up).astype(x.dtype), kernels.down, kernels.down_bias)
 
     def _activate(self, gate: Float[Array, "rows F"], up: Float[Array, "rows F"]) -> Array:
         limit = self.config.swiglu_limit

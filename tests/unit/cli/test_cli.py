@@ -115,6 +115,7 @@ OTHER_VALUES: dict[str, Any] = {
     "host_rank": 1,
     "coordinator_address": "10.0.0.1:8476",
     "host_timeout_s": 7.5,
+    "expert_parallel": 2,
     "attention_impl": "xla",
     "quantization": "int8",
     "kernels": "xla",

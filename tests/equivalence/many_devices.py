@@ -1,0 +1,141 @@
+"""Run by `test_many_devices` in a process of its own: the device count is fixed at start-up.
+
+Reads cases from stdin, one report each goes to stdout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from typing import Any
+
+import jax
+
+NUM_DEVICES = 8
+BUCKETS = (16,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model on some devices.
+
+    Attributes:
+        model: Name of a golden checkpoint.
+        tensor: Devices that share each layer.
+        expert: Of these, devices that divide the experts.
+        replicas: Engines, each on devices of its own.
+        settings: Of the engine.
+        programs: Whose collectives are listed.
+    """
+
+    model: str
+    tensor: int
+    expert: int = 1
+    replicas: int = 1
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    programs: list[list[Any]] = dataclasses.field(default_factory=lambda: [["backbone", 16]])
+
+
+def report_on(case: Case, known: dict[tuple[str, str], Any]) -> dict[str, Any]:
+    """Return how the case's devices differ from one, and what their programs do.
+
+    What one device computes is kept in `known`, by model and settings.
+    """
+    import numpy as np
+
+    from tests.engines import config_of, logits_of, run_tokens
+    from tests.equivalence.test_engine import mixed_work
+
+    work = mixed_work(8, longest=30)
+    prompt = np.random.default_rng(1).integers(3, 300, 40)
+    settings = json.dumps(case.settings)
+    if (case.model, settings) not in known:
+        one = engine_on(case.model, 1, settings=case.settings)
+        known[case.model, settings] = run_tokens(one, work), logits_of(one, prompt, 16)
+    expected, logits = known[case.model, settings]
+    found: dict[str, Any] = {"case": dataclasses.asdict(case), "differing": [], "error": 0.0}
+    for replica in range(case.replicas):
+        engine = engine_on(
+            case.model, case.tensor, case.expert, replica=replica, settings=case.settings
+        )
+        tokens = run_tokens(engine, work)
+        found["differing"] += [name for name in work if tokens[name] != expected[name]]
+        error = np.abs(logits_of(engine, prompt, 16) - logits).max()
+        found["error"] = max(found["error"], float(error))
+    programs = engine.runner.programs
+    model = programs.backbone
+    found["layers"] = config_of(case.model).num_hidden_layers
+    found["specs"] = {
+        path: str(leaf.sharding.spec) for path, leaf in zip(model.paths, model.leaves, strict=True)
+    }
+    found["whole_bytes"] = sum(leaf.nbytes for leaf in model.leaves)
+    found["device_bytes"] = sum(leaf.addressable_shards[0].data.nbytes for leaf in model.leaves)
+    found["devices"] = sorted(d.id for d in model.leaves[0].sharding.device_set)
+    found["collectives"] = {
+        " ".join(map(str, key)): collectives(programs.compiled[tuple(key)].as_text())
+        for key in case.programs
+    }
+    return found
+
+
+def engine_on(
+    name: str,
+    tensor: int,
+    expert: int = 1,
+    *,
+    replica: int = 0,
+    settings: dict[str, Any] | None = None,
+) -> Any:
+    """Return an engine whose model lies on some of the devices."""
+    from jaxinfer.config import EngineConfig
+    from jaxinfer.engine import Engine
+    from jaxinfer.model_runner import ModelRunner
+    from jaxinfer.model_source import load_model
+    from jaxinfer.models import lay_out_heads
+    from jaxinfer.resolution import resolve, runner_config
+    from jaxinfer.sharding import make_mesh
+    from tests.engines import SMALL, FewBuckets, config_of, source_of
+
+    model_config = lay_out_heads(config_of(name), tensor)
+    config = resolve(
+        EngineConfig(
+            **SMALL | {"warmup": False, "num_pages": 64, "num_window_pages": 64} | (settings or {}),
+            tensor_parallel_size=tensor,
+            expert_parallel=expert,
+        ),
+        model_config,
+    )
+    model_config = model_config.for_length(config.max_model_len)
+    devices = jax.devices()[replica * tensor :]
+    mesh = make_mesh(tensor, devices, expert_parallel=expert)
+    model, parameters = load_model(source_of(name), model_config, mesh, config.dtype)
+    shapes = runner_config(config, model_config)
+    fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
+    fields["max_num_batched_tokens"] = max(BUCKETS)
+    runner = ModelRunner(model_config, model, parameters, mesh, FewBuckets(**fields, sizes=BUCKETS))
+    config = dataclasses.replace(config, max_num_batched_tokens=max(BUCKETS))
+    return Engine(config, runner, vocab_size=model_config.vocab_size, eos_token_ids=frozenset({2}))
+
+
+def collectives(hlo: str) -> list[str]:
+    """Return "kind type, type" of each collective of a compiled program, sorted."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    found = re.findall(rf"= (\(?[^=]*?) ({kinds})(?:-start)?\(", hlo)
+    return sorted(f"{kind} {' '.join(re.findall(r'\w+\[[\d,]*\]', text))}" for text, kind in found)
+
+
+def main() -> None:
+    """Answer every case."""
+    jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
+    # As in the process of the tests.
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    known: dict[tuple[str, str], Any] = {}
+    reports = [report_on(Case(**case), known) for case in json.load(sys.stdin)]
+    json.dump(reports, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
