@@ -170,7 +170,7 @@ def _dtype_and_kernels(config: EngineConfig, platform: str) -> tuple[str, str]:
     """Decide the number type, and whether the C++ kernels run: they want KV pages of the same.
 
     "auto" is bfloat16, but float32 on a CPU without the kernels: XLA:CPU multiplies thin batches of
-    bfloat16 15 times slower. `docs/adr/0010-bfloat16-on-cpus.md` has the figures.
+    bfloat16 15 times slower. `docs/adr/0013-bfloat16-on-cpus.md` has the figures.
     """
     dtype = config.dtype
     if dtype == "auto":
