@@ -36,13 +36,18 @@ class Deferred:
 
     @classmethod
     def of(cls, load: Callable[[], np.ndarray], shape: Sequence[int], dtype: Any) -> Deferred:
-        """Return an array that is loaded, once, when something of it is read, and cast by part."""
-        loaded: list[np.ndarray] = []
+        """Return an array that is loaded when something of it is read, and cast by part.
+
+        What was made by loading is kept. A view of a file, which is read-only, is looked at anew
+        each time and copied at once: the file may let go of the pages behind its last view.
+        """
+        made: list[np.ndarray] = []
 
         def read(box: Box) -> np.ndarray:
-            if not loaded:
-                loaded.append(load())
-            return loaded[0][_slices(box)].astype(dtype, copy=False)
+            whole = made[0] if made else load()
+            if not made and whole.flags.writeable:
+                made.append(whole)
+            return whole[_slices(box)].astype(dtype, copy=not whole.flags.writeable)
 
         return cls(shape, dtype, read)
 
@@ -156,20 +161,30 @@ def _merged(x: Deferred, axis: int, count: int) -> Deferred:
     if count == 1:
         return x
     olds = x.shape[axis : axis + count]
-    rest = math.prod(olds[1:])
 
     def read(box: Box) -> np.ndarray:
         a, b = box[axis]
         if not olds:
             return np.expand_dims(x.read((*box[:axis], *box[axis + 1 :])), axis)
-        lead = (a // rest, -(-b // rest))
-        values = x.read(_on_axis(box, axis, lead, *((0, n) for n in olds[1:])))
+        spans, start = _covering(a, b, olds)
+        values = x.read(_on_axis(box, axis, *spans))
         values = values.reshape(*values.shape[:axis], -1, *values.shape[axis + count :])
-        start = a - lead[0] * rest
         return values[(slice(None),) * axis + (slice(start, start + b - a),)]
 
     shape = (*x.shape[:axis], math.prod(olds), *x.shape[axis + count :])
     return Deferred(shape, x.dtype, read)
+
+
+def _covering(a: int, b: int, sizes: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """Return the smallest box of these sizes that holds the flat range, and where it begins."""
+    if not sizes:
+        return [], 0
+    rest = math.prod(sizes[1:])
+    first, stop = a // rest, -(-b // rest)
+    if stop - first == 1:
+        inner, start = _covering(a - first * rest, b - first * rest, sizes[1:])
+        return [(first, stop), *inner], start
+    return [(first, stop), *((0, n) for n in sizes[1:])], a - first * rest
 
 
 def _split_axis(x: Deferred, axis: int, sizes: Sequence[int]) -> Deferred:

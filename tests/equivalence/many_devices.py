@@ -9,6 +9,8 @@ import dataclasses
 import json
 import re
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +28,7 @@ class Case:
         tensor: Devices that share each layer.
         expert: Of these, devices that divide the experts.
         replicas: Engines, each on devices of its own.
+        converted: Load from a folder of our own arrays, made of the checkpoint.
         settings: Of the engine.
         programs: Whose collectives are listed.
     """
@@ -34,6 +37,7 @@ class Case:
     tensor: int
     expert: int = 1
     replicas: int = 1
+    converted: bool = False
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     programs: list[list[Any]] = dataclasses.field(default_factory=lambda: [["backbone", 16]])
 
@@ -58,7 +62,12 @@ def report_on(case: Case, known: dict[tuple[str, str], Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"case": dataclasses.asdict(case), "differing": [], "error": 0.0}
     for replica in range(case.replicas):
         engine = engine_on(
-            case.model, case.tensor, case.expert, replica=replica, settings=case.settings
+            case.model,
+            case.tensor,
+            case.expert,
+            replica=replica,
+            converted=case.converted,
+            settings=case.settings,
         )
         tokens = run_tokens(engine, work)
         found["differing"] += [name for name in work if tokens[name] != expected[name]]
@@ -86,13 +95,15 @@ def engine_on(
     expert: int = 1,
     *,
     replica: int = 0,
+    converted: bool = False,
     settings: dict[str, Any] | None = None,
 ) -> Any:
     """Return an engine whose model lies on some of the devices."""
     from jaxinfer.config import EngineConfig
+    from jaxinfer.convert import convert
     from jaxinfer.engine import Engine
     from jaxinfer.model_runner import ModelRunner
-    from jaxinfer.model_source import load_model
+    from jaxinfer.model_source import ModelSource, load_model
     from jaxinfer.models import lay_out_heads
     from jaxinfer.resolution import resolve, runner_config
     from jaxinfer.sharding import make_mesh
@@ -101,7 +112,9 @@ def engine_on(
     model_config = lay_out_heads(config_of(name), tensor)
     config = resolve(
         EngineConfig(
-            **SMALL | {"warmup": False, "num_pages": 64, "num_window_pages": 64} | (settings or {}),
+            **SMALL
+            | {"warmup": False, "num_pages": 64, "num_window_pages": 64, "max_model_len": 128}
+            | (settings or {}),
             tensor_parallel_size=tensor,
             expert_parallel=expert,
         ),
@@ -110,7 +123,13 @@ def engine_on(
     model_config = model_config.for_length(config.max_model_len)
     devices = jax.devices()[replica * tensor :]
     mesh = make_mesh(tensor, devices, expert_parallel=expert)
-    model, parameters = load_model(source_of(name), model_config, mesh, config.dtype)
+    source = source_of(name)
+    with tempfile.TemporaryDirectory() as folder:
+        if converted:
+            made = convert(str(source.path), str(Path(folder) / "converted"), dtype=config.dtype)
+            source = ModelSource.open(str(made))
+        model, parameters = load_model(source, model_config, mesh, config.dtype)
+        jax.block_until_ready(parameters)
     shapes = runner_config(config, model_config)
     fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
     fields["max_num_batched_tokens"] = max(BUCKETS)

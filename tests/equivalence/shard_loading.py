@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 
 STATUS = Path("/proc/self/status")
 
@@ -30,7 +31,7 @@ def main(folder: str, address: str, index: int, count: int) -> None:
     jax.distributed.initialize(
         address, num_processes=count, process_id=index, initialization_timeout=60
     )
-    from jaxinfer.model_source import ModelSource, load_model
+    from jaxinfer.model_source import ModelSource, abstract_model, load_model
     from jaxinfer.models import family_of, lay_out_heads
     from jaxinfer.sharding import make_mesh
 
@@ -39,6 +40,9 @@ def main(folder: str, address: str, index: int, count: int) -> None:
     mesh = make_mesh(count)
     sizes = (source.checkpoint.info(name).nbytes for name in source.checkpoint.names())
     largest = max(sizes)
+    # What the first use of JAX and Flax takes is not the load's.
+    abstract_model(config, "bfloat16")
+    jax.device_put(np.zeros(8, np.float32), jax.local_devices()[0])
     before = reset_peak()
     _, parameters = load_model(source, config, mesh, "bfloat16")
     jax.block_until_ready(parameters)

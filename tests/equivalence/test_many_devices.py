@@ -159,6 +159,22 @@ def test_experts_on_devices_give_the_tokens_of_one(model: str, tensor: int, expe
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"model": "smollm2", "tensor": 4, "converted": True},
+        {"model": "mixtral", "tensor": 4, "expert": 4, "converted": True},
+        {"model": "llama3_f16.gguf", "tensor": 4},
+        {"model": "smollm2", "tensor": 4, "settings": {"kv_cache_dtype": "int8"}},
+    ],
+    ids=["converted, padded", "converted experts", "GGUF", "int8 pages"],
+)
+def test_devices_load_from_everything(case: dict[str, Any]) -> None:
+    (report,) = run(case)
+    check(report)
+
+
+@pytest.mark.slow
 def test_replicas_on_devices_of_their_own_give_the_tokens_of_one() -> None:
     """Data x tensor: two engines of four devices."""
     (report,) = run({"model": "llama3", "tensor": 4, "replicas": 2})

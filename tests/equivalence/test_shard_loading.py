@@ -86,4 +86,4 @@ def test_no_process_holds_more_than_its_shard_and_one_tensor(folder: Path) -> No
         assert report["held"] < 0.51 * report["whole"]
         bound = report["held"] + report["largest"] + SLACK_BYTES
         assert bound < 0.8 * report["whole"], "the bound would not notice a whole load"
-        assert report["taken"] <= bound, report
+        assert report["taken"] <= bound, (bound, report)

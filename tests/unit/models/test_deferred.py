@@ -64,7 +64,7 @@ class Counting:
     """A tensor that notes how many elements are taken of it."""
 
     def __init__(self, values: np.ndarray, taken: list[int]):
-        self.values, self.taken = values, taken
+        self.values, self.taken, self.flags = values, taken, values.flags
 
     def __getitem__(self, index) -> np.ndarray:
         part = self.values[index]
