@@ -126,8 +126,8 @@ class ModelRunner:
         self.programs.fill(parameters)
 
     def start_compiling(self) -> None:
-        """Let threads compile all programs; returns at once."""
-        self.programs.compiled.start(self.programs.first)
+        """Let threads compile what is needed first, and with `warmup` the rest; returns at once."""
+        self.programs.compiled.start(self.programs.first, hold_rest=True)
 
     def warmup(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Wait for the programs that everything can be served with, and call the small ones once.
@@ -140,6 +140,7 @@ class ModelRunner:
         B = self.config.row_buckets[-1]
         self._call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
         jax.block_until_ready(self._last_sampled)
+        self.programs.compiled.go_on()
 
     def finish_warmup(
         self, on_progress: Callable[[int, int], None] = lambda done, total: None
