@@ -6,7 +6,9 @@ Owns everything on the device: weights, cache, the tokens sampled last. Knows no
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ import numpy as np
 
 from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
 from jaxinfer.compilation import sizes_from
-from jaxinfer.kv_cache import make_cache
+from jaxinfer.kv_cache import KVCache, describe, make_cache
 from jaxinfer.models import ModelConfig, Transformer
 from jaxinfer.page_tables import PageTables
 from jaxinfer.request import Pooling, Request, TokenLogprobs
@@ -112,8 +114,13 @@ class ModelRunner:
         self._whole = replicated(mesh)
         shape = cache_shape(model_config, config.windows, config.page_size, config.page_dtype)
         pages = logical(mesh, None, "kv_heads")
-        self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
-        self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
+        make = partial(make_cache, shape, config.group_pages, (pages, self._whole))
+        # On a CPU a gigabyte of zeros takes half a second, in which compiling can begin.
+        beside = ThreadPoolExecutor(1)
+        self._allocated = beside.submit(make)
+        beside.shutdown(wait=False)
+        self._pages: KVCache | None = None
+        self.programs = StepPrograms(model, parameters, mesh, config, make(zeros=describe))
         self._packer = SamplingPacker(model_config.vocab_size)
         self._layouts = {T: config.layout(T) for T in config.token_buckets}
         self._decode_layouts = {B: config.decode_layout(B) for B in config.row_buckets}
@@ -124,6 +131,18 @@ class ModelRunner:
     def fill(self, parameters: Mapping[str, jax.Array]) -> None:
         """Take the arrays that were only described so far."""
         self.programs.fill(parameters)
+        _ = self._cache  # what went wrong with it is told here
+
+    @property
+    def _cache(self) -> KVCache:
+        if self._pages is None:
+            self._pages = self._allocated.result()
+            del self._allocated  # or it would hold what the first step takes
+        return self._pages
+
+    @_cache.setter
+    def _cache(self, cache: KVCache) -> None:
+        self._pages = cache
 
     def start_compiling(self) -> None:
         """Let threads compile what is needed first, and with `warmup` the rest; returns at once."""
