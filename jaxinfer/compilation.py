@@ -12,6 +12,9 @@ from typing import Any
 
 import jax
 
+HELD_POLL_S = 0.5
+"""A thread that holds programs back looks so often whether the process has ended."""
+
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -59,6 +62,7 @@ class Programs:
         self._changed = threading.Condition()
         self._queue: list[Hashable] = []
         self._building: set[Hashable] = set()
+        self._held: set[Hashable] = set()  # of the queue; nobody begins with these
         self._num_threads = 0
 
     def __getitem__(self, key: Hashable) -> Any:
@@ -84,16 +88,18 @@ class Programs:
         with self._changed:
             return len(self._queue) + len(self._building)
 
-    def start(self, first: Sequence[Hashable] = ()) -> None:
+    def start(self, first: Sequence[Hashable] = (), *, hold_rest: bool = False) -> None:
         """Compile what is missing in threads: `first` with all cores, the rest by and by.
 
-        The rest is one low-priority thread's, beside a process that serves already.
+        The rest is one low-priority thread's, beside a process that serves already. If it is held,
+        it begins with `go_on`: tracing takes the interpreter from whoever reads the weights.
         """
         with self._changed:
             if self._num_threads:
                 return
             order = dict.fromkeys([*first, *self._lowerings])
             self._queue = [key for key in order if key not in self._compiled]
+            self._held = set(self._queue).difference(first) if hold_rest else set()
             self._num_threads = min(8, os.cpu_count() or 1)
             for i in range(self._num_threads):
                 # Not daemons, whoever starts them: one that is inside XLA when Python ends crashes
@@ -105,6 +111,12 @@ class Programs:
                     daemon=False,
                 ).start()
 
+    def go_on(self) -> None:
+        """Let the rest be compiled, if it was held."""
+        with self._changed:
+            self._held.clear()
+            self._changed.notify_all()
+
     def wait(
         self,
         keys: Iterable[Hashable] | None = None,
@@ -112,6 +124,9 @@ class Programs:
     ) -> None:
         """Wait for programs that `start` began, all if None; `on_progress` gets done and total."""
         keys = list(self._lowerings if keys is None else keys)
+        with self._changed:
+            self._held.difference_update(keys)
+            self._changed.notify_all()
         for done, key in enumerate(keys):
             on_progress(done, len(keys))
             self._obtain(key)
@@ -131,12 +146,15 @@ class Programs:
         """Give up what is not begun; used later, it is compiled by its user."""
         with self._changed:
             self._queue.clear()
+            self._changed.notify_all()
 
     def _urge(self, key: Hashable) -> None:
         with self._changed:
             if key in self._queue:
                 self._queue.remove(key)
                 self._queue.insert(0, key)
+                self._held.discard(key)
+                self._changed.notify_all()
 
     def _obtain(self, key: Hashable) -> None:
         """Return once a program is compiled, or raise what went wrong."""
@@ -156,12 +174,17 @@ class Programs:
         try:
             while True:
                 with self._changed:
+                    while stays and self._queue and self._held.issuperset(self._queue):
+                        self._changed.wait(HELD_POLL_S)
+                        if not threading.main_thread().is_alive():
+                            return
                     is_rest = not any(key in first for key in self._queue)
                     # Who ends the process does not wait for programs that nobody will use.
                     ends = not threading.main_thread().is_alive()
                     if not self._queue or ends or (is_rest and not stays):
                         return
-                    key = self._queue.pop(0)
+                    key = next(key for key in self._queue if key not in self._held)
+                    self._queue.remove(key)
                     self._building.add(key)
                 if is_rest:
                     _yield_to_others()

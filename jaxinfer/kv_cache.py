@@ -78,7 +78,12 @@ class CacheShape:
         return self.page_size * (vectors * vector + id_bytes)
 
 
-def make_cache(shape: CacheShape, num_pages: Sequence[int], shardings: tuple[Any, Any]) -> KVCache:
+def make_cache(
+    shape: CacheShape,
+    num_pages: Sequence[int],
+    shardings: tuple[Any, Any],
+    zeros: Callable[..., Any] = jnp.zeros,
+) -> KVCache:
     """Allocate zeroed pages, so many for each group.
 
     Args:
@@ -86,21 +91,27 @@ def make_cache(shape: CacheShape, num_pages: Sequence[int], shardings: tuple[Any
         num_pages: By group.
         shardings: Those of keys, values and their scales, by axes [num_pages, K, ...], and of
             token ids.
+        zeros: (shape, dtype, device=sharding) → array; `describe` allocates nothing.
     """
     kv_sharding, ids_sharding = shardings
 
     def layer(group: int) -> KVPages:
         vectors = (num_pages[group], shape.num_kv_heads, shape.page_size)
-        zeros = partial(jnp.zeros, device=kv_sharding)
+        make = partial(zeros, device=kv_sharding)
         kinds = 1 + shape.has_values
-        pages = [zeros((*vectors, shape.head_dim), shape.dtype) for _ in range(kinds)]
-        scales = [zeros(vectors, jnp.float32) for _ in range(kinds) if has_scales(shape.dtype)]
+        pages = [make((*vectors, shape.head_dim), shape.dtype) for _ in range(kinds)]
+        scales = [make(vectors, jnp.float32) for _ in range(kinds) if has_scales(shape.dtype)]
         k_pages, v_pages = (*pages, None)[:2]
         k_scales, v_scales = (*scales, None, None)[:2]
         return KVPages(k_pages, v_pages, k_scales, v_scales)
 
-    ids = jnp.zeros((num_pages[0], shape.page_size), jnp.int32, device=ids_sharding)
+    ids = zeros((num_pages[0], shape.page_size), jnp.int32, device=ids_sharding)
     return KVCache(tuple(layer(group) for group in shape.layer_groups), ids)
+
+
+def describe(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.ShapeDtypeStruct:
+    """Stand in for `jnp.zeros` where only the description is needed."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
 
 def write_token_ids(

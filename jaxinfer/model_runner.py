@@ -7,8 +7,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+<<<<<<< HEAD
 from functools import cached_property
+=======
+from functools import partial
+>>>>>>> bench
 from typing import Any
 
 import jax
@@ -16,12 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
+<<<<<<< HEAD
 from jaxinfer.builtin_processors import BUILT_INS
 from jaxinfer.compilation import Programs, bucket_of, sizes_from
 from jaxinfer.errors import SnapshotError
 from jaxinfer.hook_programs import Captured, HookPrograms
 from jaxinfer.kv_cache import make_cache
 from jaxinfer.logits_processor import LogitsProcessor
+=======
+from jaxinfer.compilation import sizes_from
+from jaxinfer.kv_cache import KVCache, describe, make_cache
+>>>>>>> bench
 from jaxinfer.models import ModelConfig, Transformer
 from jaxinfer.page_tables import PageTables
 from jaxinfer.processed_programs import ProcessedPrograms
@@ -126,10 +136,21 @@ class ModelRunner:
         self._vocab_size = model_config.vocab_size
         self._whole = replicated(mesh)
         shape = cache_shape(model_config, config.windows, config.page_size, config.page_dtype)
+<<<<<<< HEAD
         pages = page_sharding(mesh, model_config.num_key_value_heads)
         self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
         self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
         self._hooks = HookPrograms(self.programs)
+=======
+        pages = logical(mesh, None, "kv_heads")
+        make = partial(make_cache, shape, config.group_pages, (pages, self._whole))
+        # On a CPU a gigabyte of zeros takes half a second, in which compiling can begin.
+        beside = ThreadPoolExecutor(1)
+        self._allocated = beside.submit(make)
+        beside.shutdown(wait=False)
+        self._pages: KVCache | None = None
+        self.programs = StepPrograms(model, parameters, mesh, config, make(zeros=describe))
+>>>>>>> bench
         self._packer = SamplingPacker(model_config.vocab_size)
         self._layouts = {T: config.layout(T) for T in config.token_buckets}
         self._decode_layouts = {B: config.decode_layout(B) for B in config.row_buckets}
@@ -146,6 +167,18 @@ class ModelRunner:
     def fill(self, parameters: Mapping[str, jax.Array]) -> None:
         """Take the arrays that were only described so far."""
         self.programs.fill(parameters)
+        _ = self._cache  # what went wrong with it is told here
+
+    @property
+    def _cache(self) -> KVCache:
+        if self._pages is None:
+            self._pages = self._allocated.result()
+            del self._allocated  # or it would hold what the first step takes
+        return self._pages
+
+    @_cache.setter
+    def _cache(self, cache: KVCache) -> None:
+        self._pages = cache
 
     def register(self, processors: Sequence[LogitsProcessor]) -> None:
         """Take up logits processors; those that are new cost programs, compiled when they are used.
@@ -195,10 +228,15 @@ class ModelRunner:
         return {"model": sizes, "weights": f"{int(jax.jit(checksum)(leaves)):08x}"}
 
     def start_compiling(self) -> None:
+<<<<<<< HEAD
         """Let threads compile all programs; returns at once."""
         self.programs.compiled.start(self.programs.first)
         if self._processed is not None:
             self._processed.compiled.start(self._processed.first)
+=======
+        """Let threads compile what is needed first, and with `warmup` the rest; returns at once."""
+        self.programs.compiled.start(self.programs.first, hold_rest=True)
+>>>>>>> bench
 
     def warmup(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Wait for the programs that everything can be served with, and call the small ones once.
@@ -213,6 +251,7 @@ class ModelRunner:
         B = self.config.row_buckets[-1]
         self.call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
         jax.block_until_ready(self._last_sampled)
+        self.programs.compiled.go_on()
 
     def finish_warmup(
         self, on_progress: Callable[[int, int], None] = lambda done, total: None

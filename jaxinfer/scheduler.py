@@ -219,6 +219,13 @@ class Scheduler:
             # As `row.is_current`, spelled out: it is asked of every row of every step.
             if request.status is not RequestStatus.RUNNING or request.num_preemptions != row.epoch:
                 continue
+            if (
+                len(token_ids) == row.num_steps == 1
+                and logprobs is None
+                and request.goes_on_with(token_ids[0])
+            ):
+                outputs.append(TokenOutput(request.request_id, token_ids))
+                continue
             if token_ids:
                 outputs.append(self._emit(request, token_ids, logprobs))
             if len(token_ids) != row.num_steps and row.is_current:

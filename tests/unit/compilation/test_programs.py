@@ -85,6 +85,34 @@ def test_what_serving_needs_comes_first_and_the_rest_in_order(one_core, workshop
     assert workshop.programs.num_pending == 0
 
 
+def test_a_rest_that_is_held_begins_when_it_is_let_go(one_core, workshops) -> None:
+    workshops.append(workshop := Workshop(range(5)))
+    workshop.release()
+    workshop.programs.start(first=[4], hold_rest=True)
+    workshop.programs.wait([4])
+    assert workshop.begun == [4] and workshop.programs.num_pending == 4
+    # Who needs one of them gets it all the same, and no other with it.
+    assert workshop.programs[2] == "program 2"
+    assert workshop.begun == [4, 2]
+    workshop.programs.go_on()
+    wait_until(lambda: workshop.programs.num_pending == 0)
+    assert workshop.begun == [4, 2, 0, 1, 3]
+
+
+def test_a_held_rest_can_be_waited_for_and_given_up(one_core, workshops) -> None:
+    for give_up in (False, True):
+        workshops.append(workshop := Workshop(range(3)))
+        workshop.release()
+        workshop.programs.start(first=[0], hold_rest=True)
+        workshop.programs.wait([0])
+        if give_up:
+            workshop.programs.close()
+            wait_until(lambda w=workshop: w.programs._num_threads == 0)
+        else:
+            workshop.programs.wait()
+        assert workshop.begun == ([0] if give_up else [0, 1, 2])
+
+
 def test_readiness_does_not_wait_for_the_rest(one_core, workshops) -> None:
     workshops.append(workshop := Workshop(range(4)))
     workshop.release(3)

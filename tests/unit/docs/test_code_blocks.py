@@ -218,9 +218,10 @@ def check_make(args: list[str]) -> None:
 
 def check_jaxinfer(args: list[str]) -> None:
     """Parses the command line up to, and not including, the call of the command."""
-    group = typer.main.get_command(app)
-    context = group.make_context("jaxinfer", list(args))
-    name, command, rest = group.resolve_command(context, list(args))
+    name, command, rest, context = "jaxinfer", typer.main.get_command(app), list(args), None
+    while hasattr(command, "resolve_command"):  # a group
+        context = command.make_context(name, list(rest), parent=context)
+        name, command, rest = command.resolve_command(context, rest)
     command.make_context(name, rest, parent=context)
 
 
