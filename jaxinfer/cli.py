@@ -78,7 +78,14 @@ def _examples(*lines: str) -> str:
 
 # One person at a terminal: one sequence at a time, and no need for what a server needs.
 _SINGLE_USER: dict[str, Any] = {
-    "leave_out": ("seed", "max_waiting", "served_model_name", "scheduling_policy", "max_logprobs"),
+    "leave_out": (
+        "seed",
+        "max_waiting",
+        "served_model_name",
+        "scheduling_policy",
+        "max_logprobs",
+        "logits_processors",
+    ),
     "max_num_seqs": 1,
 }
 
@@ -117,7 +124,8 @@ def main() -> None:
     )
 )
 @record_options("options", ServerOptions)
-@engine_options()
+# No request over HTTP can name a logits processor.
+@engine_options(leave_out=("logits_processors",))
 def serve(*, config: EngineConfig, options: ServerOptions, config_file: ConfigFile = None) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it."""
     from jaxinfer.server.run import serve as run_server
@@ -215,7 +223,7 @@ def chat(
     ),
 )
 @record_options("options", ServerOptions, leave_out=_NOT_FOR_BATCHES)
-@engine_options(leave_out=("max_waiting",))
+@engine_options(leave_out=("max_waiting", "logits_processors"))
 def run_batch(
     *,
     source: Annotated[
