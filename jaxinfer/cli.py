@@ -85,7 +85,7 @@ _SINGLE_USER: dict[str, Any] = {
     "leave_out": (
         *("seed", "max_waiting", "served_model_name", "scheduling_policy", "max_logprobs"),
         *("data_parallel_size", "num_hosts", "host_rank", "coordinator_address"),
-        "host_timeout_s",
+        *("host_timeout_s", "logits_processors"),
     ),
     "max_num_seqs": 1,
 }
@@ -131,7 +131,8 @@ def main() -> None:
     )
 )
 @record_options("options", ServerOptions)
-@engine_options()
+# No request over HTTP can name a logits processor.
+@engine_options(leave_out=("logits_processors",))
 def serve(*, config: EngineConfig, options: ServerOptions, config_file: ConfigFile = None) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it."""
     from jaxinfer.server.run import serve as run_server
@@ -230,7 +231,10 @@ def chat(
 )
 @record_options("options", ServerOptions, leave_out=_NOT_FOR_BATCHES)
 @engine_options(
-    leave_out=("max_waiting", "num_hosts", "host_rank", "coordinator_address", "host_timeout_s")
+    leave_out=(
+        *("max_waiting", "logits_processors"),
+        *("num_hosts", "host_rank", "coordinator_address", "host_timeout_s"),
+    )
 )
 def run_batch(
     *,

@@ -41,11 +41,11 @@ class JaxinferLM(LM):
         max_gen_toks: Tokens to generate where a task does not say.
         batch_size: Not used: the engine batches all requests of a task by itself.
         max_batch_size: As `batch_size`.
-        device: Refused, unless it is None: the device is JAX's.
+        device: Not used: the device is JAX's, and lm-eval names one ("cuda:0") on any machine.
         settings: Fields of `EngineConfig`.
 
     Raises:
-        ConfigError: As for `LLM`, or a device is named.
+        ConfigError: As for `LLM`, or both an `llm` and settings of one are given.
     """
 
     def __init__(
@@ -60,11 +60,6 @@ class JaxinferLM(LM):
         **settings: Any,
     ):
         super().__init__()
-        if device is not None:
-            raise ConfigError(
-                f"device={device} is not for lm-eval to choose: set JAX_PLATFORMS, or install jax"
-                " for the device"
-            )
         if llm is not None and (settings or pretrained is not None):
             raise ConfigError("give a loaded llm, or the name and settings of one, not both")
         self.llm = llm if llm is not None else LLM(pretrained, **settings)

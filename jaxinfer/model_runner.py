@@ -9,11 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-<<<<<<< HEAD
-from functools import cached_property
-=======
-from functools import partial
->>>>>>> bench
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -21,17 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
-<<<<<<< HEAD
 from jaxinfer.builtin_processors import BUILT_INS
 from jaxinfer.compilation import Programs, bucket_of, sizes_from
 from jaxinfer.errors import SnapshotError
 from jaxinfer.hook_programs import Captured, HookPrograms
-from jaxinfer.kv_cache import make_cache
-from jaxinfer.logits_processor import LogitsProcessor
-=======
-from jaxinfer.compilation import sizes_from
 from jaxinfer.kv_cache import KVCache, describe, make_cache
->>>>>>> bench
+from jaxinfer.logits_processor import LogitsProcessor
 from jaxinfer.models import ModelConfig, Transformer
 from jaxinfer.page_tables import PageTables
 from jaxinfer.processed_programs import ProcessedPrograms
@@ -136,13 +127,7 @@ class ModelRunner:
         self._vocab_size = model_config.vocab_size
         self._whole = replicated(mesh)
         shape = cache_shape(model_config, config.windows, config.page_size, config.page_dtype)
-<<<<<<< HEAD
         pages = page_sharding(mesh, model_config.num_key_value_heads)
-        self._cache = make_cache(shape, config.group_pages, (pages, self._whole))
-        self.programs = StepPrograms(model, parameters, mesh, config, self._cache)
-        self._hooks = HookPrograms(self.programs)
-=======
-        pages = logical(mesh, None, "kv_heads")
         make = partial(make_cache, shape, config.group_pages, (pages, self._whole))
         # On a CPU a gigabyte of zeros takes half a second, in which compiling can begin.
         beside = ThreadPoolExecutor(1)
@@ -150,7 +135,7 @@ class ModelRunner:
         beside.shutdown(wait=False)
         self._pages: KVCache | None = None
         self.programs = StepPrograms(model, parameters, mesh, config, make(zeros=describe))
->>>>>>> bench
+        self._hooks = HookPrograms(self.programs)
         self._packer = SamplingPacker(model_config.vocab_size)
         self._layouts = {T: config.layout(T) for T in config.token_buckets}
         self._decode_layouts = {B: config.decode_layout(B) for B in config.row_buckets}
@@ -228,15 +213,10 @@ class ModelRunner:
         return {"model": sizes, "weights": f"{int(jax.jit(checksum)(leaves)):08x}"}
 
     def start_compiling(self) -> None:
-<<<<<<< HEAD
-        """Let threads compile all programs; returns at once."""
-        self.programs.compiled.start(self.programs.first)
-        if self._processed is not None:
-            self._processed.compiled.start(self._processed.first)
-=======
         """Let threads compile what is needed first, and with `warmup` the rest; returns at once."""
         self.programs.compiled.start(self.programs.first, hold_rest=True)
->>>>>>> bench
+        if self._processed is not None:
+            self._processed.compiled.start(self._processed.first, hold_rest=True)
 
     def warmup(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Wait for the programs that everything can be served with, and call the small ones once.
@@ -252,6 +232,8 @@ class ModelRunner:
         self.call_sampler(B, hidden.sampled, self._packer.pack((), B), None)
         jax.block_until_ready(self._last_sampled)
         self.programs.compiled.go_on()
+        if self._processed is not None:
+            self._processed.compiled.go_on()
 
     def finish_warmup(
         self, on_progress: Callable[[int, int], None] = lambda done, total: None

@@ -14,7 +14,7 @@ import pytest
 from jaxinfer import step_timer
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.batch import ScheduledRow
-from jaxinfer.builtin_processors import no_repeat_ngram, typical_p, xtc
+from jaxinfer.builtin_processors import typical_p, xtc
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.logits_processor import LogitsProcessor
 from jaxinfer.processing import ProcessorKind, load_states, process, store_states
@@ -49,7 +49,7 @@ def counting(start: int, by: int = 1) -> LogitsProcessor:
 
 
 FOLLOW, NOTHING = LogitsProcessor(follow), LogitsProcessor(nothing)
-SET = (counting(0), FOLLOW, NOTHING, typical_p(), no_repeat_ngram(), xtc())
+SET = (counting(0), FOLLOW, typical_p(), xtc())
 SHAPES = {
     "buckets": (8,),
     "max_num_batched_tokens": 8,
@@ -86,13 +86,13 @@ def mixed_work() -> tuple[dict[str, Work], dict[str, list[int]]]:
             params(FOLLOW, max_tokens=n),
             params(max_tokens=n, temperature=1.0),
             params(typical_p(0.5), xtc(0.6, 0.02), max_tokens=n, temperature=1.3),
-            params(no_repeat_ngram(2), NOTHING, max_tokens=n, repetition_penalty=0.8),
+            params(FOLLOW, xtc(0.0), max_tokens=n, repetition_penalty=0.8),
         ]
         name = f"r{i}"
         work[name] = Work(prompt, kinds[i % 5], seed=100 + i)
         if i % 5 == 0:
             known[name] = [30 + i + 2 * k for k in range(n)]
-        if i % 5 == 1:
+        if i % 5 in (1, 4):
             known[name] = [prompt[-1] + 1 + k for k in range(n)]
     return work, known
 
@@ -127,21 +127,20 @@ def test_parameters_may_have_any_values_without_a_compile(alone):
     run_tokens(engine, work)
     engine.warmed_up()
     before = engine.stats.compilations_total
-    p = params(typical_p(0.123), xtc(0.9, 0.3), no_repeat_ngram(5), temperature=2.0)
+    p = params(typical_p(0.123), xtc(0.9, 0.3), temperature=2.0)
     run_tokens(engine, {"a": Work((5, 6, 7), p), "b": Work((5, 6), params(counting(9, 3)))})
     assert engine.stats.compilations_after_warmup == 0
     assert engine.stats.compilations_total == before
 
 
 def test_a_first_use_after_warm_up_is_counted_once():
-    def doubled(logits, state):
-        return logits * 2, state
+    def seven(logits, state):
+        return jnp.full_like(logits, -50.0).at[7].set(50.0), state
 
-    p = params(LogitsProcessor(doubled), max_tokens=3)
+    p = params(LogitsProcessor(seven), max_tokens=3)
     engine = make_engine("smollm2", **{**SHAPES, "num_decode_steps": 1})
-    expected = run_tokens(engine, {"a": Work((5, 6), params(max_tokens=3))})
     engine.warmed_up()
-    assert run_tokens(engine, {"a": Work((5, 6), p)}) == expected
+    assert run_tokens(engine, {"a": Work((5, 6), p)}) == {"a": [7, 7, 7]}
     assert engine.stats.compilations_after_warmup > 0
     engine.warmed_up()
     run_tokens(engine, {"a": Work((5, 6), p), "b": Work((7, 6), p)})
@@ -153,7 +152,7 @@ def test_programs_of_steps_without_processors_do_not_know_of_any():
         engine.runner.programs.compiled
         for engine in (engine_with(), make_engine("smollm2", **SHAPES))
     )
-    for key in with_set.keys() & without.keys():
+    for key in (("sampler", 8), ("decode", 8)):
         assert with_set.lower(key).as_text() == without.lower(key).as_text()
     assert with_set.keys() == without.keys()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from scipy.special import log_softmax
@@ -9,27 +10,34 @@ from scipy.special import log_softmax
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scoring import Perplexity, Ranking, Score, windows
-from tests.engines import head_of, hidden_of, make_engine
+from tests.engines import hidden_of, make_engine
 from tests.unit.faces.tiny import tiny_llm
 
-BUCKETS = (8, 64)
+BUCKETS = (8,)
+SHAPES = {"max_num_batched_tokens": 8}
 TEXT = "The quick brown fox jumps over the lazy dog, and then it sleeps for a while. " * 3
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with tiny_llm(buckets=BUCKETS) as llm:
+    with tiny_llm(buckets=BUCKETS, **SHAPES) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine("smollm2", BUCKETS)
+    engine = make_engine("smollm2", BUCKETS, **SHAPES)
+    head = engine.runner.programs.head
+    engine.logits = jax.jit(lambda x: head(head.leaves)(x))
+    return engine
 
 
 def logprobs_of(engine, token_ids) -> np.ndarray:
     """Return [T - 1]: the log-probability of each token but the first."""
-    logits = head_of(engine, hidden_of(engine, np.asarray(token_ids), 64))
+    hidden = hidden_of(engine, np.asarray(token_ids), 8)
+    padded = np.zeros((128, hidden.shape[1]), hidden.dtype)
+    padded[: len(token_ids)] = hidden
+    logits = np.asarray(engine.logits(padded))[: len(token_ids)]
     table = log_softmax(logits.astype(np.float64), axis=-1)
     return table[np.arange(len(token_ids) - 1), token_ids[1:]]
 
@@ -65,11 +73,11 @@ def test_text_is_cut_where_the_prompt_ends_and_spaces_go_with_the_continuation(l
 def test_a_shared_prompt_is_computed_once_and_scores_the_same():
     prompt = list(range(30, 80))
     pairs = [(prompt, [token, 9]) for token in range(10, 16)]
-    with tiny_llm(buckets=BUCKETS) as llm:
+    with tiny_llm(buckets=BUCKETS, **SHAPES) as llm:
         before = llm.stats.prefix_cache_hits
         warm = llm.score_all(pairs)
         hits = llm.stats.prefix_cache_hits - before
-    with tiny_llm(buckets=BUCKETS, enable_prefix_caching=False) as llm:
+    with tiny_llm(buckets=BUCKETS, **SHAPES, enable_prefix_caching=False) as llm:
         cold = llm.score_all(pairs)
     assert hits >= 5 * 48  # 6 full pages of 8 tokens for all but the first
     for a, b in zip(warm, cold, strict=True):
@@ -149,7 +157,7 @@ def test_choices_have_the_scores_of_their_texts(llm):
 
 def test_vectors_are_the_last_hidden_states(llm, engine):
     prompts = [list(range(5, 25)), list(range(40, 43))]
-    hidden = [hidden_of(engine, np.asarray(p), 64).astype(np.float32) for p in prompts]
+    hidden = [hidden_of(engine, np.asarray(p), 8).astype(np.float32) for p in prompts]
     last, mean = llm.embed(prompts), llm.embed(prompts, "mean")
     for i, states in enumerate(hidden):
         np.testing.assert_allclose(last[i], states[-1], atol=1e-4)

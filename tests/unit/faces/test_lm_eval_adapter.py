@@ -97,9 +97,8 @@ def test_what_a_task_asks_for_in_vain_is_named(adapter):
         lm.generate_until(instances(("q", {"max_gen_toks": 99})))
 
 
-def test_a_device_or_two_models_are_refused(adapter):
-    with pytest.raises(ConfigError, match="JAX_PLATFORMS"):
-        adapter.JaxinferLM("model", device="cuda")
+def test_a_model_and_settings_of_another_are_refused(adapter):
+    make(adapter, device="cuda:0", batch_size=1)  # what lm-eval says on any machine
     with pytest.raises(ConfigError, match="not both"):
         make(adapter, max_num_seqs=4)
 
