@@ -40,7 +40,9 @@ def by_hand(llama):
     return run
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "gemma2", pytest.param("qwen3", marks=pytest.mark.slow)]
+)
 def test_edits_equal_the_reference_edited(name):
     ids = prompt_of(name)
     with llm_of(name) as llm:
