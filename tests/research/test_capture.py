@@ -87,7 +87,7 @@ def test_a_cached_prefix_is_computed_again_and_leaves_no_hole(llama):
 
 def test_preempted_requests_have_every_position_once():
     """Pages for one and a half: somebody has to give way in the middle."""
-    engine = make_engine("llama3", (8, 32), num_pages=10, max_num_seqs=4, max_model_len=64)
+    engine = make_engine("llama3", (32,), num_pages=10, max_num_seqs=4, max_model_len=64)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     chunks: dict[str, list[CapturedChunk]] = {"a": [], "b": [], "c": []}
     for name in chunks:
@@ -142,7 +142,7 @@ def test_unknown_names_are_refused_with_what_there_is(llama):
 
 def test_without_hooks_the_programs_are_those_of_a_model_without_taps():
     """A tap that looks at nothing traces nothing; one that looks adds outputs."""
-    engine = make_engine("llama3", (8, 32))
+    engine = make_engine("llama3", (8,), max_num_batched_tokens=8)
     programs = engine.runner.programs
     hooks = Hooks(capture=("layers.0.resid_post",))
     params = SamplingParams(max_tokens=2, temperature=0.0)
@@ -209,9 +209,12 @@ def test_bfloat16_captures_keep_their_type(tmp_path):
     assert kept.num_saved_bytes > values.nbytes
 
 
-def test_quantized_weights_can_be_looked_into():
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"kv_cache_dtype": "int8"}, marks=pytest.mark.slow)]
+)
+def test_quantized_weights_can_be_looked_into(settings):
     ids = prompt_of("llama3")
-    with llm_of("llama3", quantization="int8", kv_cache_dtype="int8", kernels="xla") as llm:
+    with llm_of("llama3", quantization="int8", **settings) as llm:
         (output,) = llm.generate([ids], GREEDY, capture=["layers.1.attn_weights", "logits"])
     weights = output.captures["layers.1.attn_weights"]
     np.testing.assert_allclose(weights.sum(-1), 1.0, atol=1e-5)
