@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -213,7 +213,7 @@ def functional(llm: LLM) -> ModelFunction:
         max_model_len=llm.engine.max_model_len,
         _backbone=backbone,
         _head=head,
-        _serve=partial(_serve, llm),
+        _serve=_Replay(llm),
     )
 
 
@@ -223,32 +223,53 @@ def log_probs(logits: Float[Array, "T V"], tokens: Int[Array, " T"]) -> Float[Ar
     return jnp.take_along_axis(every, jnp.asarray(tokens)[1:, None], axis=1)[:, 0]
 
 
-def _serve(llm: LLM, params: Params, tokens: Sequence[int]) -> np.ndarray:
-    """Run one sequence through an engine of the same shapes, with pages for no more."""
-    programs = _programs(llm)
-    if _is_packed(programs.backbone):
-        raise NotImplementedError(
-            'as_served needs the weights as they are; load the model with kernels="xla"'
+class _Replay:
+    """Runs one sequence at a time through programs of the shapes that an engine has.
+
+    Args:
+        llm: Whose; nothing else of it is kept.
+    """
+
+    def __init__(self, llm: LLM):
+        programs = _programs(llm)
+        self._refused = _is_packed(programs.backbone)
+        pages = 1 + programs.config.max_pages  # for one sequence, and no more
+        self._shapes = dataclasses.replace(
+            programs.config,
+            num_pages=pages,
+            num_window_pages=pages if programs.config.windows else 0,
         )
-    shapes = programs.config
-    pages = 1 + shapes.max_pages
-    shapes = dataclasses.replace(
-        shapes, num_pages=pages, num_window_pages=pages if shapes.windows else 0
-    )
-    config = dataclasses.replace(
-        llm.engine.config, num_pages=pages, num_window_pages=pages, enable_prefix_caching=False
-    )
-    model = programs.backbone(cast("tuple[jax.Array, ...]", programs.backbone.abstract))
-    runner = ModelRunner(model.config, model, params, programs.mesh, shapes)
-    engine = Engine(config, runner, vocab_size=programs.vocab_size, eos_token_ids=frozenset())
-    sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    engine.add_request("replay", tokens, sampling, hooks=Hooks(capture=("logits",)))
-    chunks: list[CapturedChunk] = []
-    while engine.has_unfinished():
-        for output in engine.step():
-            chunks += output.captured
-    engine.close()
-    return Captures.join(chunks, ("logits",), len(tokens)).arrays["logits"]
+        self._config = dataclasses.replace(
+            llm.engine.config,
+            num_pages=pages,
+            num_window_pages=pages,
+            enable_prefix_caching=False,
+        )
+        leaves = cast("tuple[jax.Array, ...]", programs.backbone.abstract)
+        self._model, self._mesh = programs.backbone(leaves), programs.mesh
+        self._vocab_size = programs.vocab_size
+        self._runner: ModelRunner | None = None
+
+    def __call__(self, params: Params, tokens: Sequence[int]) -> np.ndarray:
+        if self._refused:
+            raise NotImplementedError(
+                'as_served needs the weights as they are; load the model with kernels="xla"'
+            )
+        if self._runner is None:
+            config = self._model.config
+            self._runner = ModelRunner(config, self._model, params, self._mesh, self._shapes)
+        self._runner.fill(params)
+        engine = Engine(
+            self._config, self._runner, vocab_size=self._vocab_size, eos_token_ids=frozenset()
+        )
+        sampling = SamplingParams(max_tokens=1, temperature=0.0)
+        engine.add_request("replay", tokens, sampling, hooks=Hooks(capture=("logits",)))
+        chunks: list[CapturedChunk] = []
+        while engine.has_unfinished():
+            for output in engine.step():
+                chunks += output.captured
+        engine.close()
+        return Captures.join(chunks, ("logits",), len(tokens)).arrays["logits"]
 
 
 def _programs(llm: LLM) -> StepPrograms:

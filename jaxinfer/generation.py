@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jaxinfer.detokenizer import Detokenizer
-from jaxinfer.hooks import CapturedChunk, Captures
+from jaxinfer.hooks import CapturedChunk, Captures, select_positions
 from jaxinfer.input_processor import PreparedRequest
 from jaxinfer.metrics import RequestRecord
 from jaxinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -187,7 +189,8 @@ class Generation:
                 finish_reason, stop_reason = FinishReason.STOP, sample.detokenizer.stop_reason
         sample.captured.extend(output.captured)
         if finish_reason is not None:
-            self._keep_captures(sample, sample.num_tokens + len(token_ids))
+            whole = finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            self._keep_captures(sample, sample.num_tokens + len(token_ids), whole=whole)
         with self._lock:
             if output.pooled is not None:
                 self._embedding = output.pooled
@@ -208,7 +211,7 @@ class Generation:
         running = [s for s in self.samples if s.finish_reason is None]
         for sample in running:
             text = sample.detokenizer.push((), finished=True) if sample.detokenizer else ""
-            self._keep_captures(sample, sample.num_tokens)
+            self._keep_captures(sample, sample.num_tokens, whole=False)
             with self._lock:
                 self._append(sample, (), text, (), now)
                 self._end(sample, reason, now)
@@ -242,12 +245,20 @@ class Generation:
             decode_s=_since(first, times.last_token_time),
         )
 
-    def _keep_captures(self, sample: Sample, num_tokens: int) -> None:
-        """Put together what hooks saw of a sample that ends with so many tokens."""
+    def _keep_captures(self, sample: Sample, num_tokens: int, *, whole: bool) -> None:
+        """Put together what hooks saw of a sample that ends with so many tokens.
+
+        If it was not cut short, what was asked for must be there, without a hole.
+        """
         hooks = self.prepared.hooks
         if hooks is not None and hooks.capture:
             num_computed = len(self.prepared.prompt_token_ids) + max(num_tokens - 1, 0)
             captures = Captures.join(sample.captured, hooks.capture, num_computed)
+            if whole:
+                num_prompt = len(self.prepared.prompt_token_ids)
+                expected = select_positions(hooks.positions, 0, num_computed, num_prompt)
+                got = captures.positions
+                assert np.array_equal(got, expected), f"captured {got}, expected {expected}"
             sample.captured = []
             sample.captures = captures if hooks.keep is None else hooks.keep(sample.index, captures)
 

@@ -40,7 +40,9 @@ def by_hand(llama):
     return run
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "gemma2"))]
+)
 def test_edits_equal_the_reference_edited(name):
     ids = prompt_of(name)
     with llm_of(name) as llm:
@@ -94,8 +96,9 @@ def test_a_served_edit_is_the_edit_by_hand(llama, by_hand, edit, name, change):
     (served,) = llm.generate([ids], GREEDY, capture="logits", positions="prompt", edits=edit)
     expected = by_hand(name, change)
     np.testing.assert_allclose(served.captures["logits"], expected, atol=TOLERANCE)
-    in_function = jax.jit(lambda p: f.apply(p, jnp.array(ids), edits=edit))(f.params)
-    np.testing.assert_allclose(in_function, expected, atol=TOLERANCE)
+    if edit.kind == "add":  # the others are in the hands of the same function
+        in_function = jax.jit(lambda p: f.apply(p, jnp.array(ids), edits=edit))(f.params)
+        np.testing.assert_allclose(in_function, expected, atol=TOLERANCE)
     assert np.abs(expected - golden("llama3", "medium_logits")).max() > 1e-3
 
 

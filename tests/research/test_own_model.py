@@ -33,7 +33,6 @@ SMALL = {
     "num_decode_steps": 1,
     "num_pages": 16,
     "page_size": 8,
-    "kernels": "xla",
     "warmup": False,
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False)
@@ -98,11 +97,16 @@ def reference(model):
     return logits
 
 
-def test_a_module_is_served_in_batches_over_pages(model, reference):
+@pytest.fixture(scope="module")
+def loaded(model):
+    return load_module(model, **SIZES, **SMALL)
+
+
+def test_a_module_is_served_in_batches_over_pages(model, loaded, reference):
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [100, 7]]
-    with LLM.from_loaded(load_module(model, **SIZES, **SMALL)) as llm:
-        outputs = llm.generate(prompts, GREEDY, capture="layers.*.resid_post")
-        again = llm.generate(prompts, GREEDY)
+    llm = LLM.from_loaded(loaded)
+    outputs = llm.generate(prompts, GREEDY, capture="layers.*.resid_post")
+    again = llm.generate(prompts, GREEDY)
     for prompt, output, plain in zip(prompts, outputs, again, strict=True):
         ids = output.outputs[0].token_ids
         assert ids == plain.outputs[0].token_ids == greedy(reference, prompt, 6)
@@ -141,10 +145,10 @@ def test_what_does_not_fit_is_said_before_anything_is_compiled(model):
         load_module(model, **SIZES, **SMALL, quantization="int8")
 
 
-def test_it_answers_over_http(model, reference):
+def test_it_answers_over_http(loaded, reference):
     body = {"model": "own-model", "prompt": [3, 1, 4], "max_tokens": 6, "temperature": 0}
     with running_server() as server:
-        server.state.serve(load_module(model, **SIZES, **SMALL))
+        server.state.serve(loaded)
         answer = server.post("/v1/completions", {**body, "ignore_eos": True}).json()
     text = bytes(t for t in greedy(reference, [3, 1, 4], 6) if t < 256).decode(errors="replace")
     assert answer["choices"][0]["text"].encode() == text.encode()

@@ -13,16 +13,18 @@ jax.config.update("jax_num_cpu_devices", 2)
 def main() -> None:
     """Print what two devices capture, and the logits under an ablation."""
     from jaxinfer import LLM, edits
-    from tests.research.models import GREEDY, folder_of, prompt_of
+    from jaxinfer.sampling_params import SamplingParams
+    from tests.research.models import folder_of, prompt_of
 
     names = [f"layers.1.{x}" for x in ("resid_mid", "attn_heads", "attn_weights", "mlp_hidden")]
     ids = prompt_of("llama3")
+    one = SamplingParams(temperature=0.0, max_tokens=1)
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 32, "page_size": 8}
     settings |= {"max_model_len": 128, "warmup": False, "compilation_cache_dir": ""}
     with LLM(folder_of("llama3"), tensor_parallel_size=2, **settings) as llm:
-        (seen,) = llm.generate([ids], GREEDY, capture=names, positions="prompt")
+        (seen,) = llm.generate([ids], one, capture=names, positions="prompt")
         cut = edits.ablate("layers.0.attn_heads", 1)
-        (ablated,) = llm.generate([ids], GREEDY, capture="logits", positions="prompt", edits=cut)
+        (ablated,) = llm.generate([ids], one, capture="logits", positions="prompt", edits=cut)
     report = {name: values.tolist() for name, values in seen.captures.items()}
     report |= {"devices": len(jax.devices()), "ablated": ablated.captures["logits"].tolist()}
     json.dump(report, sys.stdout)
