@@ -10,7 +10,7 @@ mean time between tokens. The best chunk and the best split are taken for each.
 
 A step costs what its largest part costs: reading weights and the keys of all rows, or computing all
 tokens. Numbers of the defaults: 8B parameters in bfloat16, 32 layers of 8 KV heads of 128, an H100
-(3.35 TB/s, 600 TFLOP/s sustained), 50 GB/s between devices. Attention's own products are left out.
+(3.35 TB/s, 600 TFLOP/s sustained), 50 GB/s between devices. Room for keys and values is unlimited.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ WEIGHT_READ_S = 16e9 / 3.35e12
 TOKEN_COMPUTE_S = 2 * 8e9 / 600e12
 KV_BYTES = 2 * 32 * 8 * 128 * 2
 KV_READ_S = KV_BYTES / 3.35e12
+PAIR_COMPUTE_S = 4 * 32 * 32 * 128 / 600e12
 STEP_OVERHEAD_S = 0.001
 CHUNKS = (128, 256, 512, 2048)
 PROMPTS_AT_ONCE = 4096
@@ -50,10 +51,16 @@ class Request:
         return self.first - self.arrival <= ttft_s and tpot <= tpot_s
 
 
-def step_s(num_prompt_tokens: int, num_rows: int = 0, num_keys: int = 0) -> float:
-    """How long a step takes that computes so many tokens of prompts, and rows over so many keys."""
+def step_s(num_tokens: int, num_keys: int, num_pairs: float) -> float:
+    """How long a step takes.
+
+    Args:
+        num_tokens: Computed in it, of prompts and outputs.
+        num_keys: Read.
+        num_pairs: Of a token and a key that it attends to.
+    """
     read = WEIGHT_READ_S + KV_READ_S * num_keys
-    return STEP_OVERHEAD_S + max(read, TOKEN_COMPUTE_S * (num_prompt_tokens + num_rows))
+    return STEP_OVERHEAD_S + max(read, TOKEN_COMPUTE_S * num_tokens + PAIR_COMPUTE_S * num_pairs)
 
 
 def serve(arrivals: Sequence[tuple[float, Request]], chunk: int) -> None:
@@ -77,17 +84,19 @@ def serve(arrivals: Sequence[tuple[float, Request]], chunk: int) -> None:
                 prefilling.append(request)
         budget = chunk - len(rows)
         ends: list[Request] = []
-        num_prompt_tokens = 0
+        num_tokens, num_read, num_pairs = len(rows), num_keys, float(num_keys)
         while prefilling and budget > 0:
             request = prefilling[0]
             n = min(budget, request.prompt - request.computed)
+            num_tokens += n
+            num_read += request.computed
+            num_pairs += n * (request.computed + n / 2)
             request.computed += n
-            num_prompt_tokens += n
             budget -= n
             if request.computed < request.prompt:
                 break
             ends.append(prefilling.popleft())
-        now += step_s(num_prompt_tokens, len(rows), num_keys)
+        now += step_s(num_tokens, num_read, num_pairs)
         num_keys += len(rows)
         for request in ends:
             request.first = now
@@ -117,7 +126,7 @@ def apart(
     handed: list[tuple[float, Request]] = []
     for r in requests:
         start = max(heapq.heappop(free), r.arrival)
-        r.first = r.last = start + step_s(r.prompt)
+        r.first = r.last = start + step_s(r.prompt, 0, r.prompt**2 / 2)
         r.computed, r.made = r.prompt, 1
         heapq.heappush(free, r.first)
         if r.output > 1:
@@ -162,7 +171,7 @@ def main() -> None:
     print("| prompt + output | limits: first token, between | together (chunk) | apart (split) | |")
     print("| --- | --- | --- | --- | --- |")
     for prompt, output in ((256, 256), (1024, 256), (4096, 256), (8192, 64)):
-        for limits in ((1.0, 0.03), (1.0, 0.012)):
+        for limits in ((1.0, 0.03), (1.0, 0.012), (0.5, 0.008)):
             ours = {
                 chunk: best_rate(
                     lambda rs, chunk=chunk: together(rs, args.devices, chunk),

@@ -156,7 +156,7 @@ class Leader:
                 try:
                     peer.connection.sendall(data)
                 except OSError as error:
-                    self._lose(f"the host at {peer.address} takes no messages: {error}")
+                    self.lose(f"the host at {peer.address} takes no messages: {error}")
         self.check()
 
     def wait_ready(self) -> None:
@@ -178,6 +178,15 @@ class Leader:
         if self.lost is not None:
             # Each one that hears of it gets an error of its own, with a trace of its own.
             raise HostLostError(str(self.lost))
+
+    def lose(self, why: str) -> None:
+        """Give up: somebody is missing, for this reason. The first one counts."""
+        with self._changed:
+            if self.lost is not None or self._closed.is_set():
+                return
+            self.lost = HostLostError(f"{why}; start all hosts again")
+            self._changed.notify_all()
+        logger.critical("%s", self.lost)
 
     def close(self) -> None:
         """Let the followers go. A second call is harmless."""
@@ -202,7 +211,7 @@ class Leader:
                     peer.unanswered.popleft()
                 peer.last_answer = time.monotonic()
                 self._changed.notify_all()
-        self._lose(f"the host at {peer.address} has ended")
+        self.lose(f"the host at {peer.address} has ended")
         peer.connection.close()
 
     def _watch(self) -> None:
@@ -212,7 +221,7 @@ class Leader:
             with self._changed:
                 silent = [peer for peer in self._followers if peer.silent_s(now) > self.timeout_s]
             if silent:
-                self._lose(
+                self.lose(
                     f"the host at {silent[0].address} hangs: no answer for {self.timeout_s:g} s"
                 )
                 return
@@ -220,14 +229,6 @@ class Leader:
                 self.send(Message(PING))
             except HostLostError:
                 return
-
-    def _lose(self, why: str) -> None:
-        with self._changed:
-            if self.lost is not None or self._closed.is_set():
-                return
-            self.lost = HostLostError(f"{why}; start all hosts again")
-            self._changed.notify_all()
-        logger.critical("%s", self.lost)
 
 
 class _Peer:

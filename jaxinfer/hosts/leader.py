@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxinfer.batch import SampledTokens, StepPlan, StepResult
 from jaxinfer.engine import Engine
-from jaxinfer.errors import HostLostError, InvalidRequestError
+from jaxinfer.errors import InvalidRequestError
 from jaxinfer.hooks import Hooks
 from jaxinfer.hosts.channel import Leader
 from jaxinfer.hosts.messages import Message
@@ -129,10 +129,7 @@ class LeadingRunner(ModelRunner):
         while not wait((future,), _LOOK_S).done:
             self._channel.check()
             if monotonic() > deadline:
-                raise HostLostError(
-                    f"the devices gave no answer for {self._timeout_s:g} s: a host hangs; "
-                    "start all hosts again"
-                )
+                self._channel.lose(f"the devices gave no answer for {self._timeout_s:g} s")
         result = future.result()
         # What was computed while somebody was lost is not to be trusted.
         self._channel.check()

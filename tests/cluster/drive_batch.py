@@ -34,7 +34,7 @@ def main(folder: str) -> None:
             num_replicas=2,
             num_cpus=0.5,
             lines_per_shard=10,
-            load=Reciting(pids, 0.002),
+            load=Reciting(pids, 0.05),
             on_progress=on_progress,
         )
         report["end"] = asdict(end)

@@ -99,14 +99,14 @@ def test_a_run_that_was_cut_off_goes_on_on_two_engines(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the extra `ray` is not installed")
     from tests.cluster.test_serve import run
 
-    write_lines(tmp_path / "in.jsonl", 58)
+    write_lines(tmp_path / "in.jsonl", 298)
     report = run("tests.cluster.drive_batch", str(tmp_path))
-    assert 2 <= len(report["cut"]) < 6
+    assert 2 <= len(report["cut"]) < 30
     again, end = report["again"], report["end"]
-    assert again["shards"] == 6 and 2 <= again["skipped"] < 6 and again["failed"] == 0
+    assert again["shards"] == 30 and 2 <= again["skipped"] < 30 and again["failed"] == 0
     # Nothing is left for a third run, which loads no engine.
-    assert end == {"shards": 6, "skipped": 6, "done": 0, "failed": 0}
-    assert report["progress"][-1] == [6, 6]
+    assert end == {"shards": 30, "skipped": 30, "done": 0, "failed": 0}
+    assert report["progress"][-1] == [30, 30]
     found = answers(tmp_path / "out")
-    assert sorted(a["custom_id"] for a in found) == sorted(f"id-{i}" for i in range(58))
+    assert sorted(a["custom_id"] for a in found) == sorted(f"id-{i}" for i in range(298))
     assert {a["response"]["body"]["choices"][0]["text"] for a in found} == {"Grü"}

@@ -29,6 +29,7 @@ def run(module: str, *args: str) -> dict:
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_raylet_start_wait_time_s": "300",
         },
     )
     assert process.returncode == 0, process.stderr

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
 import threading
+import time
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,8 +16,10 @@ from hypothesis import given
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, HostLostError
 from jaxinfer.hosts.channel import STOP, Follower, Leader, check_hosts
+from jaxinfer.hosts.leader import LeadingRunner
 from jaxinfer.hosts.messages import Decoder, Encoder, Message
 from jaxinfer.loading import load
+from jaxinfer.model_runner import ModelRunner
 
 pytestmark = pytest.mark.timeout(60)
 SECRET = bytes(range(16))
@@ -143,7 +147,9 @@ def test_a_follower_that_stops_answering_hangs(pair) -> None:
     both.leader.send(Message("load"))
     both.carry_out()
     both.leader.wait_ready()
+    start = time.monotonic()
     assert "hangs: no answer for 0.4 s" in lost(both.leader)
+    assert time.monotonic() - start < 3
 
 
 def test_a_follower_may_be_silent_as_long_as_it_loads(pair) -> None:
@@ -160,6 +166,43 @@ def test_a_leader_that_falls_silent_is_given_up(pair) -> None:
     both.follower.expect_pings()
     with pytest.raises(HostLostError, match=r"has been silent for 0\.2 s"):
         both.follower.receive()
+
+
+def test_devices_that_never_answer_are_not_waited_for(pair, monkeypatch) -> None:
+    both = pair()
+    monkeypatch.setattr(ModelRunner, "__init__", lambda self: None)
+    monkeypatch.setattr(ModelRunner, "close", lambda self: None)
+    exits = []
+    monkeypatch.setattr("atexit.register", lambda *call: exits.append(call))
+    runner = LeadingRunner(channel=both.leader)
+    assert runner._guarded(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        runner._guarded(lambda: 1 // 0)
+    released = threading.Event()
+    runner._timeout_s = 0.3
+    with pytest.raises(HostLostError, match=r"the devices gave no answer for 0\.3 s; start all"):
+        runner._guarded(lambda: released.wait(TIMEOUT_S))
+    with pytest.raises(HostLostError):
+        runner.check()
+    runner.close()
+    # jax would wait for the others at the end of the process.
+    assert exits == [(os._exit, 1)]
+    released.set()
+
+
+def test_a_call_that_is_under_way_when_a_host_is_lost_has_no_result(pair, monkeypatch) -> None:
+    both = pair()
+    monkeypatch.setattr(ModelRunner, "__init__", lambda self: None)
+    runner = LeadingRunner(channel=both.leader)
+
+    def lose_one() -> str:
+        both.follower.close()
+        assert lost(both.leader)
+        return "wrong tokens"
+
+    with pytest.raises(HostLostError, match="has ended"):
+        runner._guarded(lose_one)
+    runner._calls.put(None)
 
 
 @pytest.mark.parametrize(
