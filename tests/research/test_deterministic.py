@@ -31,7 +31,11 @@ def logits_in(llm, ids, others, params=PARAMS):
 
 @pytest.mark.parametrize(
     ("name", "kernels"),
-    [("llama3", "xla"), ("llama3", "auto"), pytest.param("gemma2", "xla", marks=pytest.mark.slow)],
+    [
+        ("llama3", "auto"),
+        pytest.param("llama3", "xla", marks=pytest.mark.slow),
+        pytest.param("gemma2", "xla", marks=pytest.mark.slow),
+    ],
 )
 def test_logits_are_bitwise_those_of_the_request_alone(name, kernels):
     """In batches of all sizes, which cut its prompt anywhere, and from a prefix cache."""

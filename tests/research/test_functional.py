@@ -24,9 +24,11 @@ def llama():
 @pytest.mark.parametrize(
     "name",
     [
-        "gemma2",
         "deepseek_v3",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama3", "qwen3", "gpt_oss")),
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("gemma2", "llama3", "qwen3", "gpt_oss")
+        ),
     ],
 )
 def test_logits_equal_the_reference(name):
@@ -89,9 +91,8 @@ def test_the_gradient_is_the_slope(llama):
     def loss(params):
         return -jnp.mean(log_probs(f.apply(params, ids), ids))
 
-    slope_of = jax.jit(jax.value_and_grad(loss))
+    slope_of = jax.jit(jax.value_and_grad(jax.checkpoint(loss)))
     value, grads = slope_of(f.params)
-    again = jax.jit(jax.grad(jax.checkpoint(loss)))(f.params)
     rng = np.random.default_rng(0)
     direction = {
         path: jnp.asarray(rng.standard_normal(x.shape) * float(jnp.std(x) + 1e-3), x.dtype)
@@ -106,8 +107,6 @@ def test_the_gradient_is_the_slope(llama):
     assert abs(slope) > 1e-3
     assert (ahead - behind) / (2 * step) == pytest.approx(slope, rel=0.05)
     assert np.isfinite(value)
-    for path, grad in grads.items():
-        np.testing.assert_allclose(again[path], grad, atol=1e-5)
 
 
 def test_a_vector_trained_by_its_gradient_is_served(llama):
