@@ -125,9 +125,14 @@ class ModelRunner:
         """Take the arrays that were only described so far."""
         self.programs.fill(parameters)
 
-    def start_compiling(self) -> None:
-        """Let threads compile all programs; returns at once."""
-        self.programs.compiled.start(self.programs.first)
+    def start_compiling(self, *, all_first: bool = False) -> None:
+        """Let threads compile all programs; returns at once.
+
+        Args:
+            all_first: Nothing is served before the last one is ready, so none is put off.
+        """
+        compiled = self.programs.compiled
+        compiled.start(tuple(compiled.keys()) if all_first else self.programs.first)
 
     def warmup(self, on_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Wait for the programs that everything can be served with, and call the small ones once.
