@@ -199,7 +199,8 @@ def _fill_runner(
         shapes = runner_config(config, model_config)
         runners.append(make_runner(model_config, model, parameters, mesh, shapes))
         if config.warmup:
-            runners[0].start_compiling()  # while the weights are read
+            # While the weights are read. Hosts wait for each other's programs, all of them.
+            runners[0].start_compiling(all_first=config.num_hosts > 1)
 
     try:
         _, parameters = load_model(

@@ -212,9 +212,16 @@ class ModelRunner:
         leaves = (*self.programs.backbone.leaves, *self.programs.head.leaves)
         return {"model": sizes, "weights": f"{int(jax.jit(checksum)(leaves)):08x}"}
 
-    def start_compiling(self) -> None:
-        """Let threads compile what is needed first, and with `warmup` the rest; returns at once."""
-        self.programs.compiled.start(self.programs.first, hold_rest=True)
+    def start_compiling(self, *, all_first: bool = False) -> None:
+        """Let threads compile what is needed first, and with `warmup` the rest; returns at once.
+
+        Args:
+            all_first: Nothing is served before the last one is ready, so none is put off.
+        """
+        compiled = self.programs.compiled
+        compiled.start(
+            tuple(compiled.keys()) if all_first else self.programs.first, hold_rest=True
+        )
         if self._processed is not None:
             self._processed.compiled.start(self._processed.first, hold_rest=True)
 
