@@ -295,7 +295,7 @@ def make_plan(
         num_pages=asked or min(most, budget // page_bytes),
         max_model_len=config.max_model_len,
         memory_bytes=topology.memory_bytes,
-        costs=tuple(costs(model_config, mesh)),
+        costs=(*costs(model_config, mesh), *_overestimates(model_config)),
     )
 
 
@@ -321,6 +321,13 @@ def estimate_temporaries(planned: PlannedModel) -> Temporaries:
         compiled=False,
         note="estimated from the widest activations; no compiler was asked",
     )
+
+
+def _overestimates(config: ModelConfig) -> list[str]:
+    """What is counted as more than it will be, in words."""
+    if not any(config.sliding_windows):
+        return []
+    return ["pages of layers with a sliding window are counted as if these saw everything"]
 
 
 def _kind(path: str) -> str:
