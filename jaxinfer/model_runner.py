@@ -219,9 +219,7 @@ class ModelRunner:
             all_first: Nothing is served before the last one is ready, so none is put off.
         """
         compiled = self.programs.compiled
-        compiled.start(
-            tuple(compiled.keys()) if all_first else self.programs.first, hold_rest=True
-        )
+        compiled.start(tuple(compiled.keys()) if all_first else self.programs.first, hold_rest=True)
         if self._processed is not None:
             self._processed.compiled.start(self._processed.first, hold_rest=True)
 
