@@ -132,7 +132,7 @@ def load_module(
         num_kv_heads: K; N if None.
         sliding_windows: Per layer, what it passes to `attend`; empty if it never does.
         name: In the API.
-        settings: Fields of `EngineConfig`.
+        settings: Fields of `EngineConfig`. "dtype", of the hidden states, is float32 if left out.
 
     Raises:
         ConfigError: A setting asks for what only models of known families can have.
@@ -156,7 +156,8 @@ def load_module(
     )
     if isinstance(tokenizer, str):
         tokenizer = tokenizer_of(ModelSource.open(tokenizer))
-    config = resolve(EngineConfig(served_model_name=name, **settings), sizes)
+    settings = {"dtype": "float32", "served_model_name": name, **settings}
+    config = resolve(EngineConfig(**settings), sizes)
     mesh = make_mesh()
     model = _Served(module, sizes)
     parameters = {

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxinfer import cpu_kernels
+from jaxinfer.forward_batch import one_token_rows
 from jaxinfer.nn import Norm, NormConfig, RopeConfig, RopeTable, apply_rope
 from pallas_kernels import RaggedBatch, paged_attention, slot_coordinates
 from tests.kernels.cpu import CPU_ISAS, isa_or_skip
@@ -158,6 +159,24 @@ def test_one_call_equals_the_steps(isa: str, name: str) -> None:
     for got, want in zip(run(arrays), expected, strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
         np.testing.assert_allclose(got, want, atol=atol, equal_nan=True)
+
+
+def test_tokens_of_a_sequence_may_be_rows_of_their_own() -> None:
+    """They read keys that others of the same step have to write first: NaN until then."""
+    isa_or_skip("portable")
+    case = Case(((70, 90), (33, 200)))
+    arrays, batch = step(case)
+    positions = arrays.pop("positions")
+    run = jax.jit(
+        lambda arrays, batch: cpu_kernels.write_and_attend(
+            **arrays, batch=batch, cos=None, sin=None, scale=case.head_dim**-0.5
+        )
+    )
+    chunks = run(arrays, batch)
+    for _ in range(20):
+        rows = run(arrays, one_token_rows(batch, positions))
+        for got, want in zip(rows, chunks, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5, equal_nan=True)
 
 
 def test_pages_are_updated_in_place() -> None:

@@ -84,6 +84,16 @@ void clear_padding(const AttentionJob& job, const Rows& rows) {
       static_cast<char*>(job.out) + used * token, 0, (job.num_tokens - used) * token);
 }
 
+// Whether rows may be tokens of one sequence, which read each other's new keys: such rows stand
+// together and have the same pages. (Sequences with a common prefix look the same.)
+bool have_relatives(const AttentionJob& job, const Rows& rows) {
+  for (int row = 1; row < rows.num_rows; row++) {
+    const int32_t* pages = job.page_table + static_cast<size_t>(row) * job.pages_per_row;
+    if (*pages == *(pages - job.pages_per_row)) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 void run_attention(const AttentionJob& job, const Rows& rows, const Kernels& kernels, Pool& pool) {
@@ -101,7 +111,8 @@ void run_attention(const AttentionJob& job, const Rows& rows, const Kernels& ker
   int row_parts = std::min(num_rows, kRowParts * pool.num_threads());
   size_t bytes = kernels.scratch_bytes(job, num_tiles ? tile_tokens(job) : 1);
   // A row that is one task a head stores its own key. Others' keys must stand before they are read.
-  bool store_first = job.slots && (shared.is_split || num_tiles);
+  bool store_first =
+      job.slots && (shared.is_split || num_tiles || have_relatives(job, rows));
   if (store_first) {
     int used = rows.query_start_loc[rows.num_rows];
     pool.run((used + kStoredTokens - 1) / kStoredTokens, [&](int part) {

@@ -39,7 +39,7 @@ def _not_donated(mesh: Mesh) -> Program:
     programs, cache = abstract_programs(ONE, mesh)
     layout = programs.config.layout(TOKENS["decode"])
     # The step itself, jitted as `StepPrograms` does but for the donation.
-    step = jax.jit(partial(programs._backbone_step, layout))
+    step = jax.jit(partial(programs.backbone_step, layout))
     whole = NamedSharding(mesh, PartitionSpec())
     packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=whole)
     sampled = jax.ShapeDtypeStruct((layout.max_num_seqs,), jnp.int32, sharding=whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -146,7 +147,7 @@ def test_the_tokens_kept_are_the_oracles(V: int, scale: float) -> None:
     inputs = inputs_of(rows, len(rows))
     divisor = jnp.where(inputs.sampled, inputs.temperature, 1)
     weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / divisor[:, None])
-    kept = np.asarray(jax.jit(_keep_likeliest)(logits, weights, inputs))
+    kept = np.asarray(jax.jit(partial(_keep_likeliest, shards=None))(logits, weights, inputs))
     for row, got, before in zip(rows, kept, np.asarray(weights), strict=True):
         p, x = row.params.top_p, row.logits.astype(np.float64)
         share = oracle.distribution(x, dataclasses.replace(row.params, top_p=1.0))
