@@ -26,7 +26,7 @@ from jaxinfer.memory import DEVICE_SHARE
 from jaxinfer.model_source import ModelSource, abstract_model
 from jaxinfer.models import ModelConfig, family_of, flat_parameters, lay_out_heads
 from jaxinfer.presets import PRESETS
-from jaxinfer.resolution import page_dtype
+from jaxinfer.resolution import runner_config
 from jaxinfer.sharding import (
     MESH_AXES,
     check_experts,
@@ -231,18 +231,8 @@ def plan_model(config: EngineConfig, hf: Mapping[str, Any], topology: Topology) 
     check_experts(model_config, size, experts)
     assert config.max_model_len and config.num_pages
     model_config = lay_out_heads(model_config, size).for_length(config.max_model_len)
-    shapes = RunnerConfig(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        num_pages=config.num_pages,
-        page_size=config.page_size,
-        max_logprobs=config.max_logprobs,
-        dtype=jnp.dtype(dtype),
-        kv_cache_dtype=page_dtype(config.kv_cache_dtype),
-        attention_impl=config.attention_impl,
-        num_decode_steps=config.num_decode_steps,
-    )
+    # All layers are counted as those without a window: what they could need at most.
+    shapes = dataclasses.replace(runner_config(config, model_config), windows=())
     return PlannedModel(config=config, model_config=model_config, shapes=shapes)
 
 
