@@ -10,6 +10,7 @@ import gc
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import jax
@@ -34,6 +35,28 @@ hypothesis.settings.load_profile("repeatable")
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+TESTS = Path(__file__).parent
+
+# Folders whose slow tests run only when they are asked for. Slow tests elsewhere always run.
+ON_REQUEST = {
+    "equivalence": "more models on more devices",
+    "kernels": "all combinations, and models in full depth",
+    "real": "the full matrix on the real model",
+    "research": "all notebooks, and more models and kernels",
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the slow tests of `ON_REQUEST` unless `-m` names them."""
+    if "slow" in (config.option.markexpr or ""):
+        return
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in ON_REQUEST and item.get_closest_marker("slow"):
+            reason = f"{ON_REQUEST[folder]}: pytest tests/{folder} -m slow"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="module", autouse=True)

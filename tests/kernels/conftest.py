@@ -1,14 +1,10 @@
-"""The compiler that needs no GPU, where it is installed; and the cases that only `-m slow` runs."""
+"""The compiler that needs no GPU, where it is installed."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from pallas_kernels.aot import Toolchain
-
-FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(scope="session")
@@ -19,13 +15,3 @@ def toolchain() -> Toolchain:
         pytest.skip("no GPU compiler here: `make gpu-compiler` installs it (Linux)")
     found.check()
     return found
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave an hour of compiling and interpreting to those who ask for it."""
-    if "slow" in (config.option.markexpr or ""):
-        return
-    reason = "all combinations, and models in full depth: pytest tests/kernels -m slow"
-    for item in items:
-        if FOLDER in item.path.parents and item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.skip(reason=reason))
