@@ -50,7 +50,7 @@ ON_REQUEST = {
 
 # Folders of tiny models, where most of the time is XLA's, on programs that run for milliseconds.
 # Slow tests, and the real model's everywhere, run what users run.
-COMPILED_IN_A_HURRY = ("equivalence", "golden", "research", "unit")
+COMPILED_IN_A_HURRY = ("equivalence", "golden", "research", "unit", "kernels")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
