@@ -14,6 +14,7 @@ from flax import nnx
 
 import checkpoints
 from checkpoints import TextAssets
+from jaxinfer import cpu_kernels
 from jaxinfer.models import (
     ModelConfig,
     Recipe,
@@ -106,8 +107,9 @@ def load_model(
         restored = _laid_out(_restore(source, mesh, original), model_config, shardings)
         return model, _changed(restored, recipes, shardings)
     family = family_of(source.config)
+    put = cpu_kernels.LargePages(place).put if kernels == "cpu" else place
     return model, load_weights(
-        source.checkpoint, family, model_config, original, shardings, recipes, on_progress, place
+        source.checkpoint, family, model_config, original, shardings, recipes, on_progress, put
     )
 
 
