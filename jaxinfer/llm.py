@@ -234,7 +234,9 @@ class LLM(Scoring):
             if hooks:
                 from jaxinfer.request_hooks import with_hooks  # needs jax, which the rest does not
 
-                requests = with_hooks(requests, self._engine.hook_points, hooks)
+                requests = with_hooks(
+                    requests, self._engine.hook_points, hooks, self._engine.max_model_len
+                )
             generations = [Generation(r, self.tokenizer, final_only=True) for r in requests]
             waiting = [(i, g, sample) for i, g in enumerate(generations) for sample in g.samples]
             return self._complete(Batch(generations, deque(waiting)), where, use_tqdm, on_step)

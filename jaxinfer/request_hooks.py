@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypedDict, cast
 
 import jax
+import numpy as np
 
 from jaxinfer.capture_files import CaptureFolder
 from jaxinfer.edits import Change, Edit, resolve
 from jaxinfer.errors import InvalidRequestError
-from jaxinfer.hooks import Hooks, Positions, match_names, select_positions
+from jaxinfer.hooks import Hooks, Positions, check_positions, match_names
 from jaxinfer.input_processor import PreparedRequest
 
 type Edits = Edit | Sequence[Edit] | Sequence[Edit | Sequence[Edit] | None] | None
@@ -42,6 +43,7 @@ def with_hooks(
     requests: Sequence[PreparedRequest],
     points: Mapping[str, jax.ShapeDtypeStruct],
     arguments: HookArguments,
+    max_model_len: int,
 ) -> list[PreparedRequest]:
     """Return the requests with hooks in them.
 
@@ -55,26 +57,38 @@ def with_hooks(
             f"{', '.join(HookArguments.__annotations__)}",
             unknown[0],
         )
-    asked = arguments.get("capture") or ()
-    names = match_names([asked] if isinstance(asked, str) else asked, points)
+    names = _names(arguments.get("capture"), points)
     positions = arguments.get("positions")
+    for name in ("positions", "capture_to"):
+        if arguments.get(name) is not None and not names:
+            raise InvalidRequestError(f"{name} needs capture: the names of what to keep", name)
+    nothing = {name: _nothing(name, points[name]) for name in names}
     edits = _per_request(arguments.get("edits"), len(requests))
-    folder = arguments.get("capture_to")
-    writer = None if folder is None else CaptureFolder(Path(folder))
+    writer = _writer(arguments.get("capture_to"))
     known: dict[tuple[tuple[int, ...], int | None], tuple[Change, ...]] = {}
     hooked = []
     for index, (request, own) in enumerate(zip(requests, edits, strict=True)):
         n = len(request.prompt_token_ids)
-        select_positions(positions, 0, n, n)
-        by_prompt = any(getattr(e, "where", None) in ("prompt", "generated") for e in own)
+        most = request.params.max_tokens
+        end = min(max_model_len, max_model_len if most is None else n + max(most, 1) - 1)
+        check_positions(positions, n, end)
+        by_prompt = any(isinstance(e, Edit) and e.depends_on_prompt for e in own)
         # Requests with the same edits share one place in the stack that the device holds.
         key = (tuple(map(id, own)), n if by_prompt else None)
         if key not in known:
             known[key] = resolve(own, points, n)
+        behind = max((edit.last_position for edit in own), default=-1)
+        if behind >= end:
+            raise InvalidRequestError(
+                f"patch: position {behind} lies behind the last token that is computed, {end - 1}; "
+                f"the prompt has {n}",
+                "edits",
+            )
         hooks = Hooks(
             capture=names,
             positions=positions,
             edits=known[key],
+            nothing=nothing,
             keep=None if writer is None else writer.keeper(index),
         )
         needed = names or hooks.edits
@@ -82,11 +96,45 @@ def with_hooks(
     return hooked
 
 
+def _names(
+    capture: Sequence[str] | str | None, points: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[str, ...]:
+    if capture is None:
+        return ()
+    if not isinstance(capture, str | Iterable) or isinstance(capture, bytes | Mapping):
+        raise InvalidRequestError(f"expected names, got {capture!r:.80}", "capture")
+    return match_names([capture] if isinstance(capture, str) else capture, points)
+
+
+def _nothing(name: str, point: jax.ShapeDtypeStruct) -> np.ndarray:
+    shape = point.shape[1:]
+    if name.split(".")[-1] == "attn_weights":
+        shape = (*shape[:-1], 0)  # of no tokens there are no keys
+    return np.zeros((0, *shape), point.dtype)
+
+
+def _writer(folder: str | Path | None) -> CaptureFolder | None:
+    if folder is None:
+        return None
+    try:
+        return CaptureFolder(Path(folder))
+    except (OSError, TypeError) as error:
+        raise InvalidRequestError(
+            f"capture_to must be a folder that can be written, got {folder!r:.200}: {error}",
+            "capture_to",
+        ) from error
+
+
 def _per_request(edits: Edits, count: int) -> list[tuple[Edit, ...]]:
     if edits is None:
         return [()] * count
     if isinstance(edits, Edit):
         return [(edits,)] * count
+    if not isinstance(edits, Iterable) or isinstance(edits, str | bytes | Mapping):
+        raise InvalidRequestError(
+            f"expected edits made by jaxinfer.edits (add, scale, ...), got {edits!r:.80}", "edits"
+        )
+    edits = cast("Sequence[Edit]", list(edits))
     if count == 1 and all(isinstance(edit, Edit) for edit in edits):
         return [tuple(cast("Sequence[Edit]", edits))]
     if len(edits) != count:
@@ -99,5 +147,10 @@ def _per_request(edits: Edits, count: int) -> list[tuple[Edit, ...]]:
     each = []
     for own in edits:
         own = () if own is None else own
+        if not isinstance(own, Edit | list | tuple):
+            raise InvalidRequestError(
+                f"edits: expected None, an edit or a list of them for each prompt, got {own!r:.80}",
+                "edits",
+            )
         each.append((own,) if isinstance(own, Edit) else tuple(own))
     return each
