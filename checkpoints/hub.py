@@ -4,6 +4,7 @@ All network and cache work is `huggingface_hub`'s, which honours `HF_ENDPOINT`, 
 `HF_TOKEN`, writes to `*.incomplete` files and renames. Opens no checkpoint.
 """
 
+import json
 import re
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ SMALL_FILES = (
     "chat_template.json",
 )
 _SAFETENSORS = ("*.safetensors", "*.safetensors.index.json")
+_WEIGHTS = (".safetensors", ".gguf")
+_SHARD = re.compile(r"-\d+-of-\d+\.safetensors$")
 # The model in another layout, or not the model.
 _NOT_THE_MODEL = ("consolidated", "adapter_model")
 
@@ -93,15 +96,17 @@ def fetch(reference: HubReference, cache_dir: Path | None = None) -> Path:
             raise
         names = [sibling.rfilename for sibling in info.siblings or ()]
         patterns, file = _choose(reference, names)
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                reference.repo_id,
-                revision=reference.revision,
-                cache_dir=cache_dir,
-                allow_patterns=patterns,
-            )
-        )
-        return folder / file if file else folder
+        # Weights last: where they are whole after an interruption, everything else is there.
+        small = [name for name in patterns if not name.endswith(_WEIGHTS)]
+        for wanted in (small, patterns):
+            if wanted:
+                folder = huggingface_hub.snapshot_download(
+                    reference.repo_id,
+                    revision=reference.revision,
+                    cache_dir=cache_dir,
+                    allow_patterns=wanted,
+                )
+        return Path(folder, file) if file else Path(folder)
 
 
 def _choose(reference: HubReference, names: list[str]) -> tuple[list[str], str | None]:
@@ -151,10 +156,22 @@ def _from_cache(reference: HubReference, cache_dir: Path | None) -> Path | None:
             continue
         root = Path(folder)
         names = [p.relative_to(root).as_posix() for p in sorted(root.rglob("*")) if p.is_file()]
-        if any(name.endswith((".safetensors", ".gguf")) for name in names):
+        if any(name.endswith(_WEIGHTS) for name in names) and _has_all_shards(root, names):
             _, file = _choose(reference, names)
             return root / file if file else root
     return None
+
+
+def _has_all_shards(folder: Path, names: list[str]) -> bool:
+    """Whether no shard is missing; files are fetched side by side, and the cache may not tell."""
+    indices = [name for name in names if name.endswith(".safetensors.index.json")]
+    if not indices and any(_SHARD.search(name) for name in names):
+        return False
+    return all(
+        shard in names
+        for index in indices
+        for shard in json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values()
+    )
 
 
 def _answered(error: Exception) -> bool:

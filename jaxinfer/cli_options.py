@@ -42,6 +42,12 @@ def environment_variable(name: str) -> str:
     return ENVIRONMENT_PREFIX + name.upper()
 
 
+def examples(*lines: str) -> str:
+    """Return the epilog of a command's help: lines to paste."""
+    # A line of nothing but a backspace keeps the help formatter from joining the lines after it.
+    return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
+
+
 def engine_options(
     *, leave_out: tuple[str, ...] = (), **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast
 
 from jaxinfer.batch_snapshot import Batch, pack_batch, unpack_batch
@@ -29,13 +26,14 @@ from jaxinfer.errors import (
 from jaxinfer.generation import Generation, Sample
 from jaxinfer.input_processor import (
     InputProcessor,
-    PreparedRequest,
     Prompt,
     default_sampling_params,
 )
+from jaxinfer.interrupts import interrupts_between_steps
 from jaxinfer.metrics import EngineStats
 from jaxinfer.output_processor import OutputProcessor
 from jaxinfer.outputs import RequestOutput
+from jaxinfer.progress_bar import NoProgressBar, ProgressBar, shows_progress
 from jaxinfer.request import FinishReason, Pooling, TokenOutput
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.scoring import Scoring
@@ -302,9 +300,9 @@ class LLM(Scoring):
         """Run a batch to its end; abort all of it if that fails."""
         generations = batch.generations
         requests = [generation.prepared for generation in generations]
-        bar = _ProgressBar if _shows_progress(use_tqdm, len(requests)) else _NoProgressBar
+        bar = ProgressBar if shows_progress(use_tqdm, len(requests)) else NoProgressBar
         try:
-            with _interrupts_between_steps() as interrupted, bar(requests) as progress:
+            with interrupts_between_steps() as interrupted, bar(requests) as progress:
                 self._finish(batch, where, progress, interrupted, on_step or (lambda: None))
         except BaseException:
             self._abort(generations)
@@ -349,7 +347,7 @@ class LLM(Scoring):
         self,
         batch: Batch,
         where: str,
-        progress: _NoProgressBar,
+        progress: NoProgressBar,
         interrupted: threading.Event,
         on_step: Callable[[], None],
     ) -> None:
@@ -451,106 +449,3 @@ def _naming(where: str, index: int) -> Generator[None, None, None]:
         if not where:
             raise
         raise InvalidRequestError(f"{where}[{index}]: {error}", error.param) from error
-
-
-@contextmanager
-def _interrupts_between_steps() -> Generator[threading.Event, None, None]:
-    """Hold the first Ctrl-C back until the step in flight is done; the second acts at once.
-
-    A step cut in the middle would leave scheduler and device of two minds about who got a token.
-    """
-    interrupted = threading.Event()
-    ours = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-    if not ours:
-        yield interrupted
-        return
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if interrupted.is_set():
-            signal.default_int_handler(number, frame)
-        interrupted.set()
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted.is_set():  # after the last step, but not lost
-        raise KeyboardInterrupt
-
-
-def _shows_progress(use_tqdm: bool | Literal["always"], num_prompts: int) -> bool:
-    return use_tqdm == "always" or (use_tqdm and num_prompts > 1 and sys.stderr.isatty())
-
-
-class _NoProgressBar:
-    """Shows nothing."""
-
-    def __init__(self, requests: Sequence[PreparedRequest]):
-        self._requests = requests
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def update(self, touched: Sequence[Generation]) -> None:
-        """Take note of the requests that got tokens."""
-
-
-class _ProgressBar(_NoProgressBar):
-    """Prompts done, and the speed of reading and writing so far."""
-
-    def __enter__(self) -> Self:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        self._progress = Progress(
-            TextColumn("Prompts"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[speed]}"),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("", total=len(self._requests), speed="")
-        self._num_input = self._num_output = self._num_saved_bytes = 0
-        self._seen: dict[str, int] = {}
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
-
-    def update(self, touched: Sequence[Generation]) -> None:
-        for generation in touched:
-            if generation.request_id not in self._seen:
-                self._num_input += len(generation.prepared.prompt_token_ids)
-            num_tokens = generation.num_generation_tokens
-            self._num_output += num_tokens - self._seen.get(generation.request_id, 0)
-            self._seen[generation.request_id] = num_tokens
-            if generation.finished:
-                self._num_saved_bytes += generation.num_saved_bytes
-        elapsed = max(self._progress.tasks[0].elapsed or 0.0, 1e-6)
-        speed = (
-            f"in {self._num_input / elapsed:.0f} tok/s, out {self._num_output / elapsed:.0f} tok/s"
-        )
-        if self._num_saved_bytes:
-            speed += f", {self._num_saved_bytes / 1e6:.0f} MB of captures saved"
-        self._progress.update(
-            self._task,
-            advance=sum(g.finished for g in touched),
-            speed=speed,
-        )

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from jaxinfer.outputs import RequestMetrics, RequestOutput
     from jaxinfer.sampling_params import SamplingParams
 
+# How a command ended, for the shell.
+FAILED_EXIT_CODE = 1
+BAD_INPUT_EXIT_CODE = 2
+INTERRUPTED_EXIT_CODE = 130
+
 Messages = list[dict[str, str]]
 
 

@@ -42,10 +42,15 @@ TESTS = Path(__file__).parent
 # Folders whose slow tests run only when they are asked for. Slow tests elsewhere always run.
 ON_REQUEST = {
     "equivalence": "more models on more devices",
+    "golden": "all ways of the engine with each checkpoint",
     "kernels": "all combinations, and models in full depth",
     "real": "the full matrix on the real model",
     "research": "all notebooks, and more models and kernels",
 }
+
+# Folders of tiny models, where most of the time is XLA's, on programs that run for milliseconds.
+# Slow tests, and the real model's everywhere, run what users run.
+COMPILED_IN_A_HURRY = ("equivalence", "golden", "research", "unit", "kernels")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,8 +65,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_programs_left_behind() -> Iterator[None]:
+def no_programs_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Drop what a module compiled: a process may map 65,530 regions, and XLA crashes beyond."""
+    folder = request.path.relative_to(TESTS).parts[0]
+    hurry = folder in COMPILED_IN_A_HURRY and "slow" not in (request.config.option.markexpr or "")
+    jax.config.update("jax_disable_most_optimizations", hurry)
     yield
     jax.clear_caches()
     gc.collect()

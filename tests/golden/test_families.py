@@ -91,9 +91,22 @@ SERVED = sorted(
     (served for name in _names() for served in _served(name)), key=lambda served: not served.extends
 )
 every_checkpoint = pytest.mark.parametrize("served", SERVED, ids=str, scope="module")
-every_transcript = pytest.mark.parametrize(
-    "served", [s for s in SERVED if s.extends], ids=str, scope="module"
-)
+
+
+def transcripts(turn: int) -> pytest.MarkDecorator:
+    """Of three tests, each checkpoint has one by default, in turn, and all when slow ones run.
+
+    What they are about is the engine; a family has its say in all three through its checkpoints.
+    """
+    return pytest.mark.parametrize(
+        "served",
+        [
+            pytest.param(served, marks=[] if i % 3 == turn else [pytest.mark.slow])
+            for i, served in enumerate(s for s in SERVED if s.extends)
+        ],
+        ids=str,
+        scope="module",
+    )
 
 
 def test_every_golden_is_tested() -> None:
@@ -124,14 +137,14 @@ def test_logits_equal_the_reference_in_one_shot_and_in_chunks(served: Served) ->
         assert error <= TOLERANCE, f"{served} {prompt} by {chunk}: {error}"
 
 
-@every_transcript
+@transcripts(0)
 def test_transcripts_of_requests_alone(served: Served) -> None:
     data = served.golden()
     tokens = run_alone(served.engine(max_num_batched_tokens=MANY), _work(served, data))
     _assert_golden(served, data, tokens)
 
 
-@every_transcript
+@transcripts(1)
 def test_transcripts_in_chunks_among_strangers_and_from_the_prefix_cache(served: Served) -> None:
     data = served.golden()
     engine = served.engine(max_num_batched_tokens=FEW)
@@ -141,7 +154,7 @@ def test_transcripts_in_chunks_among_strangers_and_from_the_prefix_cache(served:
     assert engine.stats.prefix_cache_hits > hits
 
 
-@every_transcript
+@transcripts(2)
 def test_transcripts_of_interrupted_requests(served: Served) -> None:
     data = served.golden()
     engine = served.engine(max_num_batched_tokens=FEW, page_size=8, num_pages=20)

@@ -24,7 +24,7 @@ type Tokens = dict[str, list[int]]
 @pytest.fixture(scope="module")
 def short(real: RealModel) -> tuple[dict[str, Work], Tokens]:
     """Return 64 requests, most of them short, and the tokens that each gets alone."""
-    work = mixed_work(real.tokenizer, skew=2.4)
+    work = mixed_work(real.tokenizer, skew=4)
     assert {len(w.prompt) for w in work.values()} >= set(PROMPT_LENS)
     assert {w.params.max_tokens for w in work.values()} >= set(OUTPUT_LENS)
     assert sum(w.params.greedy for w in work.values()) == 32

@@ -107,6 +107,25 @@ def test_a_killed_download_leaves_nothing_that_passes_for_whole(server, tmp_path
     assert (Path(path) / shard).read_bytes() == (server.folder / shard).read_bytes()
 
 
+def test_a_missing_shard_is_missed_without_a_connection(server, tmp_path):
+    _, path, _ = resolve(server.url, tmp_path / "home")
+    (Path(path) / "model-00002-of-00002.safetensors").unlink()
+    assert resolve("http://127.0.0.1:9", tmp_path / "home")[0] == "DownloadError"
+
+
+def test_weights_come_last(server, tmp_path):
+    """Killed with whole weights but no tokenizer, the cache would seem whole."""
+    server.stall_in = "tokenizer.json"
+    process = start(server.url, tmp_path / "home")
+    try:
+        assert server.stalled.wait(timeout=60)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert not [r for r in server.requests if r.endswith(".safetensors")]
+    assert resolve("http://127.0.0.1:9", tmp_path / "home")[0] == "DownloadError"
+
+
 @pytest.mark.parametrize(
     ("refusal", "name", "kind", "message"),
     [

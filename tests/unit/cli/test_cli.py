@@ -411,7 +411,7 @@ def test_ctrl_c_while_the_model_loads_ends_at_once(engines: Engines, monkeypatch
         raise SystemExit(code)
 
     monkeypatch.setattr(AsyncEngine, "from_config", never_ready)
-    monkeypatch.setattr("jaxinfer.cli._exit_now", exit_now)
+    monkeypatch.setattr("jaxinfer.cli_talk._exit_now", exit_now)
     result = run("generate", "hi")
     stopped.set()
     assert (codes, result.exit_code) == ([130], 130)
