@@ -37,7 +37,7 @@ class Edit:
     Attributes:
         at: A name, `*` for any layer.
         kind: One of `KINDS`.
-        values: Arrays by role.
+        values: Arrays by role: float32, and the positions of a patch as int64.
         where: Which tokens of a sequence: "all" (None), "prompt", "generated", or positions
             (start, stop).
         heads: For an ablation, indices along the value's first axis.
@@ -78,7 +78,7 @@ def add(at: str, vector: Values, *, coefficient: Values = 1.0, where: Where = No
 
 def scale(at: str, factor: Values, *, where: Where = None) -> Edit:
     """Multiply by a number, or by an array that broadcasts to one token's value."""
-    return Edit(at, "scale", {"value": factor}, where)
+    return Edit(at, "scale", {"value": _numeric(factor, f"scale at {at}")}, where)
 
 
 def ablate(
@@ -101,7 +101,8 @@ def ablate(
 
 def clamp(at: str, low: Values = -np.inf, high: Values = np.inf, *, where: Where = None) -> Edit:
     """Keep within [low, high], numbers or arrays that broadcast to one token's value."""
-    return Edit(at, "clamp", {"low": low, "high": high}, where)
+    bounds = {"low": low, "high": high}
+    return Edit(at, "clamp", {k: _numeric(v, f"clamp at {at}") for k, v in bounds.items()}, where)
 
 
 def patch(at: str, values: Values, positions: Sequence[int | None]) -> Edit:
@@ -123,7 +124,8 @@ def patch(at: str, values: Values, positions: Sequence[int | None]) -> Edit:
         raise InvalidRequestError(
             f"patch of {at}: there is no position; for none, leave the edit out", "edits"
         )
-    return Edit(at, "patch", {"value": values, "positions": np.array(asked, np.int64)})
+    found = _numeric(values, f"patch of {at}")
+    return Edit(at, "patch", {"value": found, "positions": np.array(asked, np.int64)})
 
 
 def _whole(index: Any) -> int:
@@ -262,10 +264,7 @@ def _span(where: Where, num_prompt_tokens: int | None) -> np.ndarray:
 def _values(edit: Edit, name: str, shape: tuple[int, ...], n: int | None) -> dict[str, Any]:
     if edit.heads is not None:
         return {"value": _without(edit.heads, name, shape)}
-    values = {
-        k: _absolute(v, name, n) if k == "positions" else _numeric(v, f"{edit.kind} at {name}")
-        for k, v in edit.values.items()
-    }
+    values = {k: _absolute(v, name, n) if k == "positions" else v for k, v in edit.values.items()}
     if edit.kind == "patch":
         count = len(values["positions"])
         if values["value"].shape != (count, *shape):
@@ -312,7 +311,7 @@ def _absolute(positions: np.ndarray, name: str, n: int | None) -> np.ndarray:
 
 
 def _numeric(value: Values, what: str) -> Any:
-    """Return float32: of jax if it was, traced or not, else of numpy.
+    """Return a copy in float32: of jax if it was, traced or not, else of numpy.
 
     One type for all values, since what differs in type would need a program of its own.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -39,13 +39,49 @@ class HookArguments(TypedDict, total=False):
     capture_to: str | Path
 
 
+class ResolvedEdits:
+    """What edits stand for, so that requests with the same ones share it.
+
+    And with it one place in the stack that the device holds: an edit of all is there once.
+
+    Args:
+        most: How many are remembered.
+    """
+
+    def __init__(self, most: int = 1024):
+        self._most = most
+        # With the edits: as long as they live, nobody else has their ids.
+        self._known: dict[Any, tuple[tuple[Edit, ...], tuple[Change, ...]]] = {}
+
+    def of(
+        self, edits: tuple[Edit, ...], points: Mapping[str, jax.ShapeDtypeStruct], n: int
+    ) -> tuple[Change, ...]:
+        """Return the changes behind a prompt of n tokens. Errors: `jaxinfer.edits.resolve`."""
+        by_prompt = any(isinstance(e, Edit) and e.depends_on_prompt for e in edits)
+        key = (tuple(map(id, edits)), n if by_prompt else None)
+        if key not in self._known:
+            changes = resolve(edits, points, n)
+            if len(self._known) >= self._most:
+                del self._known[next(iter(self._known))]
+            self._known[key] = edits, changes
+        return self._known[key][1]
+
+
 def with_hooks(
     requests: Sequence[PreparedRequest],
     points: Mapping[str, jax.ShapeDtypeStruct],
     arguments: HookArguments,
     max_model_len: int,
+    known: ResolvedEdits | None = None,
 ) -> list[PreparedRequest]:
     """Return the requests with hooks in them.
+
+    Args:
+        requests: Without.
+        points: name → shape [T, ...] and dtype of what is there.
+        arguments: See `HookArguments`.
+        max_model_len: Longest prompt + output, tokens.
+        known: Edits of earlier calls.
 
     Raises:
         InvalidRequestError: A name, a position or an edit's values do not fit the model.
@@ -65,18 +101,14 @@ def with_hooks(
     nothing = {name: _nothing(name, points[name]) for name in names}
     edits = _per_request(arguments.get("edits"), len(requests))
     writer = _writer(arguments.get("capture_to"))
-    known: dict[tuple[tuple[int, ...], int | None], tuple[Change, ...]] = {}
+    known = ResolvedEdits() if known is None else known
     hooked = []
     for index, (request, own) in enumerate(zip(requests, edits, strict=True)):
         n = len(request.prompt_token_ids)
         most = request.params.max_tokens
         end = min(max_model_len, max_model_len if most is None else n + max(most, 1) - 1)
         check_positions(positions, n, end)
-        by_prompt = any(isinstance(e, Edit) and e.depends_on_prompt for e in own)
-        # Requests with the same edits share one place in the stack that the device holds.
-        key = (tuple(map(id, own)), n if by_prompt else None)
-        if key not in known:
-            known[key] = resolve(own, points, n)
+        changes = known.of(own, points, n)
         behind = max((edit.last_position for edit in own), default=-1)
         if behind >= end:
             raise InvalidRequestError(
@@ -87,7 +119,7 @@ def with_hooks(
         hooks = Hooks(
             capture=names,
             positions=positions,
-            edits=known[key],
+            edits=changes,
             nothing=nothing,
             keep=None if writer is None else writer.keeper(index),
         )
@@ -134,23 +166,27 @@ def _per_request(edits: Edits, count: int) -> list[tuple[Edit, ...]]:
         raise InvalidRequestError(
             f"expected edits made by jaxinfer.edits (add, scale, ...), got {edits!r:.80}", "edits"
         )
-    edits = cast("Sequence[Edit]", list(edits))
-    if count == 1 and all(isinstance(edit, Edit) for edit in edits):
-        return [tuple(cast("Sequence[Edit]", edits))]
-    if len(edits) != count:
+    entries: list[Any] = list(edits)
+    if count == 1 and all(isinstance(edit, Edit) for edit in entries):
+        return [tuple(entries)]
+    if len(entries) != count:
         raise InvalidRequestError(
             f"expected one edit for all {count} prompts, or a list with an entry for each (None, "
-            f"an edit or a list of edits), got a list of {len(edits)}; for several edits of all "
+            f"an edit or a list of edits), got a list of {len(entries)}; for several edits of all "
             "prompts, repeat their list",
             "edits",
         )
-    each = []
-    for own in edits:
-        own = () if own is None else own
-        if not isinstance(own, Edit | list | tuple):
-            raise InvalidRequestError(
-                f"edits: expected None, an edit or a list of them for each prompt, got {own!r:.80}",
-                "edits",
-            )
-        each.append((own,) if isinstance(own, Edit) else tuple(own))
-    return each
+    return [_own(entry) for entry in entries]
+
+
+def _own(entry: Any) -> tuple[Edit, ...]:
+    if entry is None:
+        return ()
+    if isinstance(entry, Edit):
+        return (entry,)
+    if not isinstance(entry, list | tuple):
+        raise InvalidRequestError(
+            f"edits: expected None, an edit or a list of them for each prompt, got {entry!r:.80}",
+            "edits",
+        )
+    return tuple(entry)

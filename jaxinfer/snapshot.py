@@ -48,9 +48,8 @@ def unpack(data: bytes, key: str) -> dict[str, Any]:
     Raises:
         SnapshotError: It is no snapshot, one of another version or kind, or damaged.
     """
-    if not isinstance(data, bytes | bytearray | memoryview):
+    if not isinstance(data, bytes):
         raise SnapshotError(f"a snapshot is bytes, got {type(data).__name__}")
-    data = bytes(data)
     head, _, text = data.partition(b"\n")
     if not head.startswith(_MAGIC):
         raise SnapshotError(
