@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -23,7 +24,12 @@ from typing import TYPE_CHECKING, Any
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine_thread import EngineThread
 from jaxinfer.generation import Generation
-from jaxinfer.input_processor import InputProcessor, Prompt, default_sampling_params
+from jaxinfer.input_processor import (
+    InputProcessor,
+    PreparedRequest,
+    Prompt,
+    default_sampling_params,
+)
 from jaxinfer.metrics import EngineStats, RequestObserver
 from jaxinfer.outputs import RequestOutput
 from jaxinfer.request import Pooling
@@ -31,7 +37,9 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jaxinfer.edits import Edit
     from jaxinfer.loading import LoadedModel
+    from jaxinfer.request_hooks import HookArguments, ResolvedEdits
 
 # Characters (or token ids) from which encoding leaves the event loop. Empirical: a few thousand
 # characters take about a millisecond, a hop to the pool and back a tenth of one.
@@ -76,6 +84,8 @@ class AsyncEngine:
         self._thread = EngineThread(
             loaded.engine, observer, watches_hosts=loaded.config.num_hosts > 1
         )
+        self._hooking = threading.Lock()
+        self._resolved: ResolvedEdits | None = None
         self._thread.start()
         # A daemon thread that is inside the device runtime when Python ends crashes the process.
         atexit.register(self.shutdown)
@@ -133,6 +143,7 @@ class AsyncEngine:
         final_only: bool = False,
         progress: bool = False,
         pooling: Pooling | None = None,
+        hooks: HookArguments | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's results as they come; the last has `finished` set.
 
@@ -151,6 +162,8 @@ class AsyncEngine:
             progress: Also yield, after each step of a prompt, a result without outputs whose
                 `num_computed_tokens` tells how far it is.
             pooling: Ask for the prompt's vector, in `embedding`, instead of tokens; see `embed`.
+            hooks: What to capture and edit inside the model: `capture`, `positions`, `edits` and
+                `capture_to`, as for `LLM.generate`. A sample's captures come with its end.
 
         Raises:
             InvalidRequestError: The request can never be served; raised before anything is yielded.
@@ -174,7 +187,11 @@ class AsyncEngine:
             pooling=pooling,
         )
         long = _is_long(prompt) or _has_many_words(params)
-        prepared = await self._off_loop(prepare) if long else prepare()
+        if hooks:
+            # Tracing and checking them may take a second.
+            prepared = await self._off_loop(lambda: self._with_hooks(prepare(), hooks))
+        else:
+            prepared = await self._off_loop(prepare) if long else prepare()
         bell = _Bell(asyncio.get_running_loop(), gone=partial(self.abort, request_id))
         generation = Generation(
             prepared,
@@ -206,6 +223,7 @@ class AsyncEngine:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        hooks: HookArguments | None = None,
     ) -> RequestOutput:
         """Return a result whose `embedding` is float32 [D]: the model's last hidden states, pooled.
 
@@ -217,6 +235,7 @@ class AsyncEngine:
             request_id: As for `generate`.
             priority: As for `generate`.
             cache_salt: As for `generate`.
+            hooks: As for `generate`.
 
         Raises:
             InvalidRequestError, QueueFullError, EngineDeadError: As `generate`.
@@ -229,6 +248,7 @@ class AsyncEngine:
             cache_salt=cache_salt,
             final_only=True,
             pooling=pooling,
+            hooks=hooks,
         )
         async with aclosing(stream):
             async for output in stream:
@@ -288,6 +308,30 @@ class AsyncEngine:
         atexit.unregister(self.shutdown)
         self._thread.shutdown(drain_timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def check_edits(self, edits: Sequence[Edit]) -> None:
+        """Refuse edits that do not fit the model.
+
+        Raises:
+            InvalidRequestError: Says which, and what there is.
+        """
+        from jaxinfer.edits import resolve  # needs jax, which the rest does not
+
+        with self._hooking:
+            resolve(edits, self._engine.hook_points, self.max_model_len)
+
+    def _with_hooks(self, prepared: PreparedRequest, hooks: HookArguments) -> PreparedRequest:
+        from jaxinfer.request_hooks import (
+            ResolvedEdits,
+            with_hooks,
+        )  # needs jax, which the rest does not
+
+        with self._hooking:
+            if self._resolved is None:
+                self._resolved = ResolvedEdits()
+            points, most = self._engine.hook_points, self.max_model_len
+            (hooked,) = with_hooks([prepared], points, hooks, most, self._resolved)
+        return hooked
 
     async def _off_loop(self, function: Callable[[], Any]) -> Any:
         try:

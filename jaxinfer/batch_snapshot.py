@@ -54,7 +54,7 @@ def unpack_batch(data: bytes, tokenizer: Tokenizer, find: FindProcessor) -> tupl
     Raises:
         SnapshotError: It is no snapshot, damaged, or needs a processor that is not there.
     """
-    content = unpack(data)
+    content = unpack(data, "engine")
     generations, waiting = [], []
     for index, record in enumerate(content["requests"]):
         generation = _generation_of(record, tokenizer, find)

@@ -8,9 +8,11 @@ of a batch can have its own: `apply_change` maps it over tokens.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from numbers import Integral
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +30,14 @@ KINDS = ("add", "scale", "clamp", "patch")
 UNCHANGEABLE = ("attn_weights", "logits")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Edit:
     """A change of one value, or of one in every layer: made by the functions below.
 
     Attributes:
         at: A name, `*` for any layer.
         kind: One of `KINDS`.
-        values: Arrays by role.
+        values: Arrays by role: float32, and the positions of a patch as int64.
         where: Which tokens of a sequence: "all" (None), "prompt", "generated", or positions
             (start, stop).
         heads: For an ablation, indices along the value's first axis.
@@ -47,6 +49,19 @@ class Edit:
     where: Where = None
     heads: tuple[int, ...] | None = None
 
+    @property
+    def depends_on_prompt(self) -> bool:
+        """Whether it is another change for a prompt of another length."""
+        if self.where in ("prompt", "generated"):
+            return True
+        return bool((np.asarray(self.values.get("positions", 0)) < 0).any())
+
+    @property
+    def last_position(self) -> int:
+        """Behind all that a patch replaces; -1 of other edits."""
+        positions = np.asarray(self.values.get("positions", -1))
+        return int(positions[positions != FOREVER].max(initial=-1))
+
 
 def add(at: str, vector: Values, *, coefficient: Values = 1.0, where: Where = None) -> Edit:
     """Add `coefficient * vector`: a steering vector.
@@ -57,37 +72,66 @@ def add(at: str, vector: Values, *, coefficient: Values = 1.0, where: Where = No
         coefficient: A number.
         where: See `Edit`.
     """
-    return Edit(at, "add", {"value": jnp.asarray(vector) * coefficient}, where)
+    value = _numeric(vector, f"add at {at}") * _numeric(coefficient, f"add at {at}")
+    return Edit(at, "add", {"value": value}, where)
 
 
 def scale(at: str, factor: Values, *, where: Where = None) -> Edit:
     """Multiply by a number, or by an array that broadcasts to one token's value."""
-    return Edit(at, "scale", {"value": factor}, where)
+    return Edit(at, "scale", {"value": _numeric(factor, f"scale at {at}")}, where)
 
 
-def ablate(at: str, indices: int | Sequence[int] | None = None, *, where: Where = None) -> Edit:
+def ablate(
+    at: str, indices: int | Sequence[int] | np.ndarray | None = None, *, where: Where = None
+) -> Edit:
     """Set to zero: heads of "layers.3.attn_heads", neurons of "layers.3.mlp_hidden", or all."""
     if indices is None:
         return scale(at, 0.0, where=where)
-    chosen = (indices,) if isinstance(indices, int) else tuple(map(int, indices))
+    several = [indices] if np.ndim(indices) == 0 else indices
+    try:
+        chosen = tuple(map(_whole, cast("Sequence[int]", several)))
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"ablate at {at}: expected the index of a head or neuron, or several, got "
+            f"{indices!r:.80}",
+            "edits",
+        ) from error
     return Edit(at, "scale", {}, where, heads=chosen)
 
 
 def clamp(at: str, low: Values = -np.inf, high: Values = np.inf, *, where: Where = None) -> Edit:
     """Keep within [low, high], numbers or arrays that broadcast to one token's value."""
-    return Edit(at, "clamp", {"low": low, "high": high}, where)
+    bounds = {"low": low, "high": high}
+    return Edit(at, "clamp", {k: _numeric(v, f"clamp at {at}") for k, v in bounds.items()}, where)
 
 
-def patch(at: str, values: Values, positions: Sequence[int]) -> Edit:
+def patch(at: str, values: Values, positions: Sequence[int | None]) -> Edit:
     """Replace the values at some positions, say by those that another run captured.
 
     Args:
         at: Where.
         values: [n, ...], one for each position.
-        positions: n positions in the sequence, from 0; -1 is nowhere, for patches that are to
-            differ from others in values only.
+        positions: n positions in the sequence, negative ones from the end of the prompt. None is
+            nowhere, for patches that are to differ from others in values only.
     """
-    return Edit(at, "patch", {"value": values, "positions": np.asarray(positions, np.int32)})
+    try:
+        asked = [FOREVER if p is None else _whole(p) for p in positions]
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"patch of {at}: positions must be a list of positions, got {positions!r:.80}", "edits"
+        ) from error
+    if not asked:
+        raise InvalidRequestError(
+            f"patch of {at}: there is no position; for none, leave the edit out", "edits"
+        )
+    found = _numeric(values, f"patch of {at}")
+    return Edit(at, "patch", {"value": found, "positions": np.array(asked, np.int64)})
+
+
+def _whole(index: Any) -> int:
+    if isinstance(index, bool | np.bool_):
+        raise TypeError("a truth value is no index")
+    return operator.index(index)
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +142,7 @@ class Change:
     Attributes:
         at: The place's name.
         kind: One of `KINDS`.
-        values: As broadcast to the place's shape; of a patch, [n, ...] and int32 [n].
+        values: float32, as broadcast to the place's shape; of a patch, [n, ...] and int32 [n].
         span: int32 [2], positions [start, stop) to which it applies.
     """
 
@@ -136,7 +180,7 @@ def resolve(
                     "edits",
                 )
             span = _span(edit.where, num_prompt_tokens)
-            values = _values(edit, name, points[name].shape[1:])
+            values = _values(edit, name, points[name].shape[1:], num_prompt_tokens)
             changes.append(Change(name, edit.kind, values, span))
     return tuple(changes)
 
@@ -206,8 +250,8 @@ def _span(where: Where, num_prompt_tokens: int | None) -> np.ndarray:
                 )
             n = num_prompt_tokens
             span = (0, n) if where == "prompt" else (n, FOREVER)
-        case (int(start), int(stop)) if 0 <= start <= stop:
-            span = (start, stop)
+        case (Integral() as start, Integral() as stop) if 0 <= start <= stop:
+            span = (int(start), int(stop))
         case _:
             raise InvalidRequestError(
                 'where must be "all", "prompt", "generated" or positions (start, stop), got '
@@ -217,15 +261,15 @@ def _span(where: Where, num_prompt_tokens: int | None) -> np.ndarray:
     return np.array(span, np.int32)
 
 
-def _values(edit: Edit, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
+def _values(edit: Edit, name: str, shape: tuple[int, ...], n: int | None) -> dict[str, Any]:
     if edit.heads is not None:
         return {"value": _without(edit.heads, name, shape)}
-    values = {k: v if isinstance(v, jax.Array) else np.asarray(v) for k, v in edit.values.items()}
+    values = {k: _absolute(v, name, n) if k == "positions" else v for k, v in edit.values.items()}
     if edit.kind == "patch":
-        n = len(values["positions"])
-        if values["value"].shape != (n, *shape):
+        count = len(values["positions"])
+        if values["value"].shape != (count, *shape):
             raise InvalidRequestError(
-                f"patch of {name}: {n} positions take values {[n, *shape]}, got "
+                f"patch of {name}: {count} positions take values {[count, *shape]}, got "
                 f"{list(values['value'].shape)}",
                 "edits",
             )
@@ -241,6 +285,49 @@ def _values(edit: Edit, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
             f"{edit.kind} at {name}: expected values that broadcast to {list(shape)}, got {shapes}",
             "edits",
         ) from error
+
+
+def _absolute(positions: np.ndarray, name: str, n: int | None) -> np.ndarray:
+    """Return int32 positions from 0, of those of a patch behind a prompt of n tokens."""
+    if (positions < 0).any():
+        if n is None:
+            raise InvalidRequestError(
+                f"patch of {name}: position {positions.min()} needs to know where the prompt ends; "
+                "count from 0",
+                "edits",
+            )
+        if positions.min() < -n:
+            raise InvalidRequestError(
+                f"patch of {name}: position {positions.min()} lies before the prompt of {n} tokens",
+                "edits",
+            )
+        positions = np.where(positions < 0, positions + n, positions)
+    real = positions[positions != FOREVER]
+    if len(np.unique(real)) != len(real):
+        raise InvalidRequestError(
+            f"patch of {name}: a position takes one value, got {positions.tolist()!r:.80}", "edits"
+        )
+    return positions.astype(np.int32)
+
+
+def _numeric(value: Values, what: str) -> Any:
+    """Return a copy in float32: of jax if it was, traced or not, else of numpy.
+
+    One type for all values, since what differs in type would need a program of its own.
+    """
+    try:
+        array = value if isinstance(value, jax.Array) else np.asarray(value)
+    except ValueError:  # a list of lists of different lengths
+        array = np.asarray(None)
+    if not (jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.kind in "biu"):
+        raise InvalidRequestError(
+            f"{what}: expected real numbers or an array of them, got {value!r:.80}", "edits"
+        )
+    if isinstance(array, jax.Array):
+        return array.astype(jnp.float32)
+    # Beyond float32 is infinite there.
+    with np.errstate(over="ignore"):
+        return array.astype(np.float32)
 
 
 def _without(indices: Sequence[int], name: str, shape: tuple[int, ...]) -> np.ndarray:

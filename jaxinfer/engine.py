@@ -249,7 +249,7 @@ class Engine:
         """
         if self.has_unfinished():
             raise SnapshotError("a snapshot is restored into an engine without live requests")
-        content = unpack(data)
+        content = unpack(data, "made_for")
         check_made_for(content["made_for"], self._made_for())
         found = [request_of(r, self.runner.processor_named) for r in content["requests"]]
         try:

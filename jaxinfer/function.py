@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.attention_weights import softmax_weights, visible_keys
-from jaxinfer.edits import Change, Edit, resolve
+from jaxinfer.edits import FOREVER, Change, Edit, resolve
 from jaxinfer.engine import Engine
+from jaxinfer.errors import InvalidRequestError
 from jaxinfer.hook_tap import HookTap, hook_points
 from jaxinfer.hooks import CapturedChunk, Captures, Hooks, match_names
 from jaxinfer.model_runner import ModelRunner
@@ -120,12 +121,20 @@ class ModelFunction:
             float32 [T, V]; with `capture`, also a dict name → [T, ...].
 
         Raises:
-            InvalidRequestError: A name or an edit does not fit.
+            InvalidRequestError: Tokens, parameters, a name or an edit do not fit.
         """
-        token_ids = jnp.asarray(tokens, jnp.int32)
+        token_ids = self._checked(tokens)
+        missing = [path for path in self.params if path not in params]
+        if missing:
+            raise InvalidRequestError(
+                f"params lacks {missing[0]!r} and {len(missing) - 1} others of the model's "
+                f"{len(self.params)}; start from `self.params`",
+                "params",
+            )
         positions = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
         asked = () if capture is None else match_names(_several(capture), self.points)
         changes = self.resolve(edits)
+        _check_reach(changes, token_ids.shape[0])
         tap = HookTap(frozenset(asked), positions=positions, edits=((changes, None),))
         hidden = self._run(params, token_ids, positions, tap)
         logits = self._head(tuple(params[path] for path in self._head.paths))(hidden)
@@ -134,16 +143,19 @@ class ModelFunction:
         captured = {**tap.captured, "logits": logits}
         return logits, {name: captured[name] for name in asked}
 
-    def unembed(self, params: Params, stream: Float[Array, "T D"]) -> Float[Array, "T V"]:
+    def unembed(self, params: Params, stream: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """Return the logits that the head would give for a residual stream: the logit lens.
 
         Args:
             params: As `self.params`.
-            stream: What a layer left, such as a capture of "layers.3.resid_post".
+            stream: What a layer left, such as a capture of "layers.3.resid_post", or what several
+                did, stacked.
         """
         model = self._backbone(tuple(params[path] for path in self._backbone.paths))
         head = self._head(tuple(params[path] for path in self._head.paths))
-        return head(model.final_norm(jnp.asarray(stream)))
+        rows = jnp.asarray(stream)
+        logits = head(model.final_norm(rows.reshape(-1, rows.shape[-1])))
+        return logits.reshape(*rows.shape[:-1], -1)
 
     def as_served(self, params: Params, tokens: Sequence[int]) -> np.ndarray:
         """Return the logits float32 [T, V] that an engine like this would serve with `params`.
@@ -166,6 +178,25 @@ class ModelFunction:
         for edit in _several(edits):
             done += [edit] if isinstance(edit, Change) else resolve([edit], self.points, None)
         return tuple(done)
+
+    def _checked(self, tokens: Any) -> jax.Array:
+        """Return token ids as int32 [T]; traced ones may still lie outside of the vocabulary."""
+        ids = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+            raise InvalidRequestError(
+                "tokens must be the ids of one sequence, whole numbers [T] with T > 0 (jax.vmap "
+                f"maps over several), got {ids.dtype} {list(ids.shape)}",
+                "tokens",
+            )
+        if not isinstance(ids, jax.core.Tracer):
+            known = np.asarray(ids)
+            if known.min() < 0 or known.max() >= self.vocab_size:
+                raise InvalidRequestError(
+                    f"tokens: ids must lie in [0, {self.vocab_size}), got {known.min()} to "
+                    f"{known.max()}",
+                    "tokens",
+                )
+        return jnp.asarray(ids, jnp.int32)
 
     @cached_property
     def points(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -270,6 +301,21 @@ class _Replay:
                 chunks += output.captured
         engine.close()
         return Captures.join(chunks, ("logits",), len(tokens)).arrays["logits"]
+
+
+def _check_reach(changes: Sequence[Change], T: int) -> None:
+    """Refuse patches behind the last of T tokens: they would do nothing."""
+    for change in changes:
+        positions = change.values.get("positions")
+        if positions is None or isinstance(positions, jax.core.Tracer):
+            continue
+        known = np.asarray(positions)
+        behind = known[(known >= T) & (known != FOREVER)]
+        if len(behind):
+            raise InvalidRequestError(
+                f"patch of {change.at}: position {behind[0]} lies behind the last of {T} tokens",
+                "edits",
+            )
 
 
 def _programs(llm: LLM) -> StepPrograms:

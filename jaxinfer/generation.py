@@ -253,7 +253,7 @@ class Generation:
         hooks = self.prepared.hooks
         if hooks is not None and hooks.capture:
             num_computed = len(self.prepared.prompt_token_ids) + max(num_tokens - 1, 0)
-            captures = Captures.join(sample.captured, hooks.capture, num_computed)
+            captures = Captures.join(sample.captured, hooks.capture, num_computed, hooks.nothing)
             if whole:
                 num_prompt = len(self.prepared.prompt_token_ids)
                 expected = select_positions(hooks.positions, 0, num_computed, num_prompt)

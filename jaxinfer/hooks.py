@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +27,8 @@ class Hooks:
         capture: Names of values to return, all of them existing.
         positions: Of which tokens: see `select_positions`.
         edits: `jaxinfer.edits.Change`s, in the order in which they apply.
+        nothing: name → what a sequence has of it when none of its tokens was asked for: an array
+            [0, ...]. May lack names.
         keep: Takes a sample's index and captures once it has ended, and returns what the caller
             gets instead: say, the same on disk.
     """
@@ -33,6 +36,7 @@ class Hooks:
     capture: tuple[str, ...] = ()
     positions: Positions = None
     edits: tuple[Any, ...] = ()
+    nothing: Mapping[str, np.ndarray] = field(default_factory=dict)
     keep: Callable[[int, Captures], Captures] | None = None
 
 
@@ -66,15 +70,21 @@ class Captures:
 
     @classmethod
     def join(
-        cls, chunks: Sequence[CapturedChunk], names: Sequence[str], num_tokens: int
+        cls,
+        chunks: Sequence[CapturedChunk],
+        names: Sequence[str],
+        num_tokens: int,
+        nothing: Mapping[str, np.ndarray] | None = None,
     ) -> Captures:
         """Put together what steps showed of the first `num_tokens` of a sequence.
 
         What was computed twice, because a request had to give its pages away, is taken once.
+        `nothing` is what there is of a name without any step: see `Hooks`.
         """
         if not chunks:
-            nothing = {name: np.zeros(0, np.float32) for name in names}
-            return cls(positions=np.zeros(0, np.int64), arrays=nothing)
+            empty = np.zeros(0, np.float32)
+            arrays = {name: (nothing or {}).get(name, empty) for name in names}
+            return cls(positions=np.zeros(0, np.int64), arrays=arrays)
         computed = np.concatenate([chunk.positions for chunk in chunks])
         # The last of equal positions: numpy returns the first, so search from behind.
         positions, behind = np.unique(computed[::-1], return_index=True)
@@ -111,11 +121,9 @@ def match_names(
         matches = [name for name in known if _matches(name, pattern)]
         if not matches:
             general = list(dict.fromkeys(_general(name) for name in known))
-            close = difflib.get_close_matches(_general(pattern), general, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
             raise InvalidRequestError(
-                f"nothing is named {pattern!r}{hint} There are: {', '.join(general)} "
-                f"(layers 0 to {_last_layer(known)}; * matches any)",
+                f"nothing is named {pattern!r}{_hint(pattern, known, general)} There are: "
+                f"{', '.join(general)} (layers 0 to {_last_layer(known)}; * matches any)",
                 param,
             )
         found.update(dict.fromkeys(matches))
@@ -130,8 +138,25 @@ def _matches(name: str, pattern: str) -> bool:
     )
 
 
+def _hint(pattern: str, known: Collection[str], general: Sequence[str]) -> str:
+    """Return what may have been meant by a pattern that stands for none."""
+    numbers = [part for part in pattern.split(".") if _is_number(part)]
+    if _general(pattern) in general:
+        return f": layers count from 0 to {_last_layer(known)}."
+    if any(name.startswith(f"{_general(pattern)}.") for name in general):
+        return f"; did you mean {pattern + '.resid_post'!r}?"
+    close = difflib.get_close_matches(_general(pattern), general, n=1)
+    last = pattern.split(".")[-1]
+    meant = close or [name for name in general if name.split(".")[-1] == last][:1]
+    return f"; did you mean {meant[0].replace('*', (*numbers, '*')[0])!r}?" if meant else "."
+
+
+def _is_number(part: str) -> bool:
+    return part.removeprefix("-").isdigit()
+
+
 def _general(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return ".".join("*" if _is_number(part) else part for part in name.split("."))
 
 
 def _last_layer(known: Iterable[str]) -> int:
@@ -145,39 +170,78 @@ def select_positions(
 
     None or "all" are all that are computed, which is every token but the last sampled one; "prompt"
     and "generated" divide them; "last" is the prompt's last. Numbers are positions in the sequence,
-    negative ones count from the end of the prompt. A slice is of the prompt.
+    negative ones count from the end of the prompt; their order and repeats mean nothing. A slice
+    is of the prompt.
 
     Raises:
         InvalidRequestError: It is none of these, or outside of the prompt's beginning.
     """
     here = np.arange(start, end)
+    if positions is None:
+        return here
+    if isinstance(positions, slice):
+        return here[np.isin(here, np.arange(num_prompt_tokens)[positions])]
+    if not isinstance(positions, str):
+        return here[np.isin(here, _numbers(positions, num_prompt_tokens))]
     match positions:
-        case None | "all":
+        case "all":
             return here
         case "prompt":
             return here[here < num_prompt_tokens]
         case "generated":
             return here[here >= num_prompt_tokens]
         case "last":
-            wanted = np.array([num_prompt_tokens - 1])
-        case slice():
-            wanted = np.arange(num_prompt_tokens)[positions]
+            return here[here == num_prompt_tokens - 1]
         case _:
-            try:
-                wanted = np.atleast_1d(np.asarray(positions, np.int64))
-            except (TypeError, ValueError):
-                wanted = np.zeros((0, 0))
-            if wanted.ndim != 1 or isinstance(positions, str):
-                raise InvalidRequestError(
-                    'positions must be "all", "prompt", "generated", "last", a slice of the prompt,'
-                    f" a number or a list of numbers, got {positions!r:.80}",
-                    "positions",
-                )
-            wanted = np.where(wanted < 0, wanted + num_prompt_tokens, wanted)
-            if (wanted < 0).any():
-                raise InvalidRequestError(
-                    f"positions: {wanted.min() - num_prompt_tokens} lies before the prompt of "
-                    f"{num_prompt_tokens} tokens",
-                    "positions",
-                )
-    return here[np.isin(here, wanted)]
+            raise _no_positions(positions)
+
+
+def check_positions(positions: Positions, num_prompt_tokens: int, end: int) -> None:
+    """Refuse positions that can never be computed.
+
+    Args:
+        positions: See `select_positions`.
+        num_prompt_tokens: Of the sequence.
+        end: Tokens of the longest sequence that may be computed, its output included.
+
+    Raises:
+        InvalidRequestError: As `select_positions`, or a number lies behind `end`.
+    """
+    select_positions(positions, 0, 0, num_prompt_tokens)
+    if positions is None or isinstance(positions, str | slice):
+        return
+    highest = _numbers(positions, num_prompt_tokens).max(initial=0)
+    if highest >= end:
+        raise InvalidRequestError(
+            f"positions: {highest} lies behind the last token that is computed, {end - 1}: the "
+            f"prompt has {num_prompt_tokens}, and the last of the sampled tokens is not computed",
+            "positions",
+        )
+
+
+def _numbers(positions: Any, num_prompt_tokens: int) -> np.ndarray:
+    """Return positions from 0, int64 [n], of those that a caller wrote as numbers."""
+    several = positions.tolist() if hasattr(positions, "tolist") else positions
+    several = [several] if isinstance(several, int) else several
+    if not isinstance(several, Sequence) or isinstance(several, bytes):
+        raise _no_positions(positions)
+    chosen = [int(p) for p in several if isinstance(p, Integral) and not isinstance(p, bool)]
+    if len(chosen) != len(several):
+        raise _no_positions(positions)
+    wanted = np.array(chosen, np.int64)
+    wanted = np.where(wanted < 0, wanted + num_prompt_tokens, wanted)
+    if (wanted < 0).any():
+        raise InvalidRequestError(
+            f"positions: {wanted.min() - num_prompt_tokens} lies before the prompt of "
+            f"{num_prompt_tokens} tokens",
+            "positions",
+        )
+    return wanted
+
+
+def _no_positions(positions: Any) -> InvalidRequestError:
+    return InvalidRequestError(
+        'positions must be "all", "prompt", "generated", "last", a slice of the prompt, a number '
+        f"or a list of numbers, got {positions!r:.80}",
+        "positions",
+    )

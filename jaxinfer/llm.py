@@ -107,7 +107,7 @@ class LLM(Scoring):
     @property
     def stats(self) -> EngineStats:
         """The engine's counters; to be read, not kept."""
-        return self._engine.stats
+        return self.engine.stats
 
     def finish_warmup(self) -> None:
         """Wait until every program is compiled: calls work before, but some take longer."""
@@ -193,13 +193,19 @@ class LLM(Scoring):
 
     @property
     def engine(self) -> Engine:
-        """What runs it all, for those who look inside: one thread at a time may call it."""
+        """What runs it all, for those who look inside: one thread at a time may call it.
+
+        Raises:
+            EngineDeadError: It was shut down.
+        """
+        if not hasattr(self, "_engine"):
+            raise EngineDeadError(self._unusable)
         return self._engine
 
     @property
     def hook_points(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """What can be captured and edited: name → shape of one token's value, and dtype."""
-        points = self._engine.hook_points
+        points = self.engine.hook_points
         return {name: (x.shape[1:], x.dtype.name) for name, x in points.items()}
 
     def shutdown(self) -> None:
@@ -232,7 +238,9 @@ class LLM(Scoring):
             if hooks:
                 from jaxinfer.request_hooks import with_hooks  # needs jax, which the rest does not
 
-                requests = with_hooks(requests, self._engine.hook_points, hooks)
+                requests = with_hooks(
+                    requests, self._engine.hook_points, hooks, self._engine.max_model_len
+                )
             generations = [Generation(r, self.tokenizer, final_only=True) for r in requests]
             waiting = [(i, g, sample) for i, g in enumerate(generations) for sample in g.samples]
             return self._complete(Batch(generations, deque(waiting)), where, use_tqdm, on_step)

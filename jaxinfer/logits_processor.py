@@ -57,7 +57,14 @@ class LogitsProcessor:
                 "logits_processors",
             )
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(self.function).parameters.values()
+        try:
+            parameters = inspect.signature(self.function).parameters.values()
+        except ValueError as error:  # some functions written in C do not tell
+            raise InvalidRequestError(
+                f"logits_processors: {self.name} does not tell what it takes; wrap it in a function"
+                " of (logits, state)",
+                "logits_processors",
+            ) from error
         count = sum(p.kind in kinds and p.default is p.empty for p in parameters)
         if count not in (2, 3):
             raise InvalidRequestError(

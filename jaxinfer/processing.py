@@ -69,9 +69,15 @@ class ProcessorKind:
         """Return a processor's kind, and its state's leaves as arrays.
 
         Raises:
-            InvalidRequestError: A leaf of the state is no number or array of numbers.
+            InvalidRequestError: The state is no pytree, or a leaf of it no number or array of them.
         """
-        leaves, treedef = jax.tree.flatten(processor.state)
+        try:
+            leaves, treedef = jax.tree.flatten(processor.state)
+        except ValueError as error:  # such as a dict whose keys have no order
+            raise InvalidRequestError(
+                f"logits_processors: the state of {processor.name} is no pytree: {error}",
+                "logits_processors",
+            ) from error
         arrays = [_array(leaf, processor.name) for leaf in leaves]
         kind = cls(
             name=processor.name,
@@ -227,13 +233,23 @@ def _rows(index: int, token_ids: Array | None, inputs: SamplingInputs, history: 
 
 
 def _array(leaf: Any, name: str) -> np.ndarray:
-    array = np.asarray(leaf)
+    try:
+        array = np.asarray(leaf)
+    except (TypeError, ValueError):  # a key of jax.random, or rows of different lengths
+        array = np.asarray(None)
     if array.dtype.kind not in "biuf" and array.dtype != jnp.bfloat16:
         raise InvalidRequestError(
             f"logits_processors: the state of {name} must hold numbers, got {type(leaf).__name__}",
             "logits_processors",
         )
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    narrow = array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    if array.dtype.kind in "iu" and (narrow != array).any():
+        raise InvalidRequestError(
+            f"logits_processors: the state of {name} has an integer that {narrow.dtype} does not "
+            "hold; take a float, or two integers",
+            "logits_processors",
+        )
+    return narrow
 
 
 def _form(x: Any) -> str:

@@ -29,6 +29,7 @@ from jaxinfer.request import Pooling
 from jaxinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from jaxinfer.edits import Edit
     from jaxinfer.loading import LoadedModel
 
 # Tokens from which hashing leaves the event loop: in pages of 16 that is about half a millisecond.
@@ -199,6 +200,10 @@ class Replicas:
     async def encode(self, text: str, **options: Any) -> list[int]:
         """Return the text's token ids; see `AsyncEngine.encode`."""
         return await self._any().encode(text, **options)
+
+    def check_edits(self, edits: Sequence[Edit]) -> None:
+        """Refuse edits that do not fit the model; see `AsyncEngine.check_edits`."""
+        self.engines[0].check_edits(edits)
 
     def abort(self, request_id: str) -> None:
         """End a request before its replica's next step; see `AsyncEngine.abort`."""

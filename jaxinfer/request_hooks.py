@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypedDict
 
 import jax
+import numpy as np
 
 from jaxinfer.capture_files import CaptureFolder
 from jaxinfer.edits import Change, Edit, resolve
 from jaxinfer.errors import InvalidRequestError
-from jaxinfer.hooks import Hooks, Positions, match_names, select_positions
+from jaxinfer.hooks import Hooks, Positions, check_positions, match_names
 from jaxinfer.input_processor import PreparedRequest
 
 type Edits = Edit | Sequence[Edit] | Sequence[Edit | Sequence[Edit] | None] | None
@@ -38,12 +39,49 @@ class HookArguments(TypedDict, total=False):
     capture_to: str | Path
 
 
+class ResolvedEdits:
+    """What edits stand for, so that requests with the same ones share it.
+
+    And with it one place in the stack that the device holds: an edit of all is there once.
+
+    Args:
+        most: How many are remembered.
+    """
+
+    def __init__(self, most: int = 1024):
+        self._most = most
+        # With the edits: as long as they live, nobody else has their ids.
+        self._known: dict[Any, tuple[tuple[Edit, ...], tuple[Change, ...]]] = {}
+
+    def of(
+        self, edits: tuple[Edit, ...], points: Mapping[str, jax.ShapeDtypeStruct], n: int
+    ) -> tuple[Change, ...]:
+        """Return the changes behind a prompt of n tokens. Errors: `jaxinfer.edits.resolve`."""
+        by_prompt = any(isinstance(e, Edit) and e.depends_on_prompt for e in edits)
+        key = (tuple(map(id, edits)), n if by_prompt else None)
+        if key not in self._known:
+            changes = resolve(edits, points, n)
+            if len(self._known) >= self._most:
+                del self._known[next(iter(self._known))]
+            self._known[key] = edits, changes
+        return self._known[key][1]
+
+
 def with_hooks(
     requests: Sequence[PreparedRequest],
     points: Mapping[str, jax.ShapeDtypeStruct],
     arguments: HookArguments,
+    max_model_len: int,
+    known: ResolvedEdits | None = None,
 ) -> list[PreparedRequest]:
     """Return the requests with hooks in them.
+
+    Args:
+        requests: Without.
+        points: name → shape [T, ...] and dtype of what is there.
+        arguments: See `HookArguments`.
+        max_model_len: Longest prompt + output, tokens.
+        known: Edits of earlier calls.
 
     Raises:
         InvalidRequestError: A name, a position or an edit's values do not fit the model.
@@ -55,26 +93,34 @@ def with_hooks(
             f"{', '.join(HookArguments.__annotations__)}",
             unknown[0],
         )
-    asked = arguments.get("capture") or ()
-    names = match_names([asked] if isinstance(asked, str) else asked, points)
+    names = _names(arguments.get("capture"), points)
     positions = arguments.get("positions")
+    for name in ("positions", "capture_to"):
+        if arguments.get(name) is not None and not names:
+            raise InvalidRequestError(f"{name} needs capture: the names of what to keep", name)
+    nothing = {name: _nothing(name, points[name]) for name in names}
     edits = _per_request(arguments.get("edits"), len(requests))
-    folder = arguments.get("capture_to")
-    writer = None if folder is None else CaptureFolder(Path(folder))
-    known: dict[tuple[tuple[int, ...], int | None], tuple[Change, ...]] = {}
+    writer = _writer(arguments.get("capture_to"))
+    known = ResolvedEdits() if known is None else known
     hooked = []
     for index, (request, own) in enumerate(zip(requests, edits, strict=True)):
         n = len(request.prompt_token_ids)
-        select_positions(positions, 0, n, n)
-        by_prompt = any(getattr(e, "where", None) in ("prompt", "generated") for e in own)
-        # Requests with the same edits share one place in the stack that the device holds.
-        key = (tuple(map(id, own)), n if by_prompt else None)
-        if key not in known:
-            known[key] = resolve(own, points, n)
+        most = request.params.max_tokens
+        end = min(max_model_len, max_model_len if most is None else n + max(most, 1) - 1)
+        check_positions(positions, n, end)
+        changes = known.of(own, points, n)
+        behind = max((edit.last_position for edit in own), default=-1)
+        if behind >= end:
+            raise InvalidRequestError(
+                f"patch: position {behind} lies behind the last token that is computed, {end - 1}; "
+                f"the prompt has {n}",
+                "edits",
+            )
         hooks = Hooks(
             capture=names,
             positions=positions,
-            edits=known[key],
+            edits=changes,
+            nothing=nothing,
             keep=None if writer is None else writer.keeper(index),
         )
         needed = names or hooks.edits
@@ -82,22 +128,65 @@ def with_hooks(
     return hooked
 
 
+def _names(
+    capture: Sequence[str] | str | None, points: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[str, ...]:
+    if capture is None:
+        return ()
+    if not isinstance(capture, str | Iterable) or isinstance(capture, bytes | Mapping):
+        raise InvalidRequestError(f"expected names, got {capture!r:.80}", "capture")
+    return match_names([capture] if isinstance(capture, str) else capture, points)
+
+
+def _nothing(name: str, point: jax.ShapeDtypeStruct) -> np.ndarray:
+    shape = point.shape[1:]
+    if name.split(".")[-1] == "attn_weights":
+        shape = (*shape[:-1], 0)  # of no tokens there are no keys
+    return np.zeros((0, *shape), point.dtype)
+
+
+def _writer(folder: str | Path | None) -> CaptureFolder | None:
+    if folder is None:
+        return None
+    try:
+        return CaptureFolder(Path(folder))
+    except (OSError, TypeError) as error:
+        raise InvalidRequestError(
+            f"capture_to must be a folder that can be written, got {folder!r:.200}: {error}",
+            "capture_to",
+        ) from error
+
+
 def _per_request(edits: Edits, count: int) -> list[tuple[Edit, ...]]:
     if edits is None:
         return [()] * count
     if isinstance(edits, Edit):
         return [(edits,)] * count
-    if count == 1 and all(isinstance(edit, Edit) for edit in edits):
-        return [tuple(cast("Sequence[Edit]", edits))]
-    if len(edits) != count:
+    if not isinstance(edits, Iterable) or isinstance(edits, str | bytes | Mapping):
+        raise InvalidRequestError(
+            f"expected edits made by jaxinfer.edits (add, scale, ...), got {edits!r:.80}", "edits"
+        )
+    entries: list[Any] = list(edits)
+    if count == 1 and all(isinstance(edit, Edit) for edit in entries):
+        return [tuple(entries)]
+    if len(entries) != count:
         raise InvalidRequestError(
             f"expected one edit for all {count} prompts, or a list with an entry for each (None, "
-            f"an edit or a list of edits), got a list of {len(edits)}; for several edits of all "
+            f"an edit or a list of edits), got a list of {len(entries)}; for several edits of all "
             "prompts, repeat their list",
             "edits",
         )
-    each = []
-    for own in edits:
-        own = () if own is None else own
-        each.append((own,) if isinstance(own, Edit) else tuple(own))
-    return each
+    return [_own(entry) for entry in entries]
+
+
+def _own(entry: Any) -> tuple[Edit, ...]:
+    if entry is None:
+        return ()
+    if isinstance(entry, Edit):
+        return (entry,)
+    if not isinstance(entry, list | tuple):
+        raise InvalidRequestError(
+            f"edits: expected None, an edit or a list of them for each prompt, got {entry!r:.80}",
+            "edits",
+        )
+    return tuple(entry)

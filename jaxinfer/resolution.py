@@ -72,7 +72,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         wanted = room
     logger.info("attention: %s", attention)
     if config.deterministic:
-        config = _deterministic(config, model_config)
+        config = _deterministic(config)
     resolved = dataclasses.replace(
         config,
         dtype=dtype,
@@ -99,17 +99,8 @@ DETERMINISTIC_TOKENS = 32
 """Fewest tokens of a deterministic step: so many rows XLA multiplies all alike."""
 
 
-def _deterministic(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
-    """Fix all shapes on which an order of summation could depend.
-
-    Raises:
-        ConfigError: The model's results depend on more than shapes.
-    """
-    if model_config.moe is not None:
-        raise ConfigError(
-            "deterministic is not supported for mixtures of experts: how a token's products are "
-            "summed depends on how many tokens visit its experts"
-        )
+def _deterministic(config: EngineConfig) -> EngineConfig:
+    """Fix all shapes on which an order of summation could depend."""
     rows = max(DETERMINISTIC_TOKENS, config.max_num_seqs)
     logger.info("deterministic: every step computes %d tokens", rows)
     return dataclasses.replace(

@@ -422,12 +422,15 @@ class Scheduler:
         self.num_corrupted += 1
         self._finish(request, FinishReason.ERROR)
         self.pages.uncache(request.page_hashes)
+        own = [("edits", request.is_edited), ("logits processors", request.params.processors)]
+        suspects = " or ".join(what for what, has in own if has)
+        suspected = f"from the request's {suspects}, or " if suspects else ""
         return TokenOutput(
             request_id=request.request_id,
             finish_reason=FinishReason.ERROR,
-            error=f"there is no next token after {num_tokens}: the model's logits held a NaN (the"
-            " weights are damaged or overflow; try dtype float32), or bad words and allowed tokens"
-            " left nothing to choose from",
+            error=f"there is no next token after {num_tokens}: the model's logits held a NaN ("
+            f"{suspected}the weights are damaged or overflow; try dtype float32), or bad words and"
+            " allowed tokens left nothing to choose from",
             num_cached_tokens=request.num_cached_tokens,
             first_scheduled_time=request.first_scheduled_time,
         )

@@ -137,6 +137,10 @@ class Scoring:
         encoded = []
         for i, pair in enumerate(pairs):
             try:
+                if isinstance(pair, str) or len(pair) != 2:
+                    raise InvalidRequestError(
+                        f"expected (prompt, continuation), got {pair!r:.80}", "pairs"
+                    )
                 encoded.append(self.encode_pair(*pair))
             except InvalidRequestError as error:
                 raise InvalidRequestError(f"pair {i}: {error}", error.param) from error
@@ -150,8 +154,11 @@ class Scoring:
         Raises:
             InvalidRequestError: As `score_all`; or there is no choice, or an empty one.
         """
-        if not choices or not all(choices):
-            raise InvalidRequestError("choices must hold at least one text, none empty", "choices")
+        texts = not isinstance(choices, str) and all(isinstance(c, str) and c for c in choices)
+        if not texts or not choices:
+            raise InvalidRequestError(
+                f"choices must be a list of texts, none empty, got {choices!r:.80}", "choices"
+            )
         scores = self.score_all([(prompt, choice) for choice in choices], use_tqdm=use_tqdm)
         return Ranking(scores=tuple(scores), num_chars=tuple(map(len, choices)))
 
@@ -183,13 +190,16 @@ class Scoring:
         longest = self.max_scored_tokens
         window = longest if window is None else window
         stride = max(window // 2, 1) if stride is None else stride
+        for name, size in (("window", window), ("stride", stride)):
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise InvalidRequestError(f"{name} must be a whole number, got {size!r}", name)
         if not 2 <= window <= longest:
             raise InvalidRequestError(f"window must be in [2, {longest}], got {window}", "window")
         if not 1 <= stride < window:
             raise InvalidRequestError(
                 f"stride must be in [1, {window - 1}], got {stride}", "stride"
             )
-        ids = self._ids(text)
+        ids = self._ids(text, "text")
         bos = self.tokenizer.bos_token_id
         if bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
@@ -287,7 +297,7 @@ class Scoring:
             rest = (
                 self.tokenizer.encode(continuation, add_special_tokens=False)
                 if isinstance(continuation, str)
-                else list(continuation)
+                else self._ids(continuation, "continuation")
             )
         if not rest:
             raise InvalidRequestError(
@@ -295,8 +305,13 @@ class Scoring:
             )
         return context or [self.prefix_token_id], rest
 
-    def _ids(self, text: Text) -> list[int]:
-        return self.tokenizer.encode(text) if isinstance(text, str) else list(text)
+    def _ids(self, text: Text, name: str = "prompt") -> list[int]:
+        if isinstance(text, str):
+            return self.tokenizer.encode(text)
+        several: Any = text.tolist() if hasattr(text, "tolist") else text
+        if not isinstance(several, list | tuple | range):
+            raise InvalidRequestError(f"expected a text or token ids, got {text!r:.80}", name)
+        return list(several)  # that they are ids is checked where all prompts' are
 
     @property
     def prefix_token_id(self) -> int:

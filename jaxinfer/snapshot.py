@@ -38,12 +38,18 @@ def pack(content: Mapping[str, Any]) -> bytes:
     return _MAGIC + _digest(text) + b"\n" + text
 
 
-def unpack(data: bytes) -> dict[str, Any]:
+def unpack(data: bytes, key: str) -> dict[str, Any]:
     """Return what `pack` was given.
 
+    Args:
+        data: From `pack`.
+        key: What content of the wanted kind has: a batch's differs from an engine's.
+
     Raises:
-        SnapshotError: It is no snapshot, one of another version, or damaged.
+        SnapshotError: It is no snapshot, one of another version or kind, or damaged.
     """
+    if not isinstance(data, bytes):
+        raise SnapshotError(f"a snapshot is bytes, got {type(data).__name__}")
     head, _, text = data.partition(b"\n")
     if not head.startswith(_MAGIC):
         raise SnapshotError(
@@ -52,7 +58,13 @@ def unpack(data: bytes) -> dict[str, Any]:
         )
     if head[len(_MAGIC) :] != _digest(text):
         raise SnapshotError("the snapshot is damaged: its digest does not match; take another one")
-    return json.loads(text)
+    content = json.loads(text)
+    if key not in content:
+        raise SnapshotError(
+            "a snapshot of LLM goes to LLM.restore, and one of an engine to Engine.restore; this is"
+            " the other kind"
+        )
+    return content
 
 
 def check_made_for(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

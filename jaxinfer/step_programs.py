@@ -33,6 +33,7 @@ from jaxinfer.sampler import History, Logprobs, sample, token_logprobs
 from jaxinfer.sampling_batch import MAX_STOP_IDS, ROW_FIELDS, unpack_sampling
 from jaxinfer.sampling_params import MAX_LOGIT_BIAS
 from jaxinfer.sharding import query_axes, replicated, vocab_shards
+from jaxinfer.surgery import with_steady_experts
 
 SCORED_TOKENS = 32
 """Prompt positions scored by one call of the scoring program."""
@@ -198,7 +199,8 @@ class StepPrograms:
     ):
         self.config = config
         self.mesh = mesh
-        self.backbone = PureModule.of(model, parameters)
+        body = with_steady_experts(model) if config.deterministic else model
+        self.backbone = PureModule.of(body, parameters)
         self.head = PureModule.of(model.head(), parameters, rename=("projection", model.head_path))
         shape = cache_shape(model.config, config.windows, config.page_size, config.page_dtype)
         self._hidden_size = model.config.hidden_size

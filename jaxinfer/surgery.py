@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxinfer.models import Transformer
+from jaxinfer.nn import MoE
 
 
 def abstract_parameter(
@@ -39,6 +40,17 @@ def replace(model: Transformer, path: str, module: nnx.Module) -> None:
         owner[int(name)] = module
     else:
         setattr(owner, name, module)
+
+
+def with_steady_experts(model: Transformer) -> Transformer:
+    """Return the model with every mixture `steady`; another one, if it has any."""
+    if not any(isinstance(module, MoE) for _, module in nnx.iter_modules(model)):
+        return model
+    copied = nnx.merge(*nnx.split(model))
+    for _, module in nnx.iter_modules(copied):
+        if isinstance(module, MoE):
+            module.steady = True
+    return copied
 
 
 def weight_sources(path: str, bias: Any) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class DividedMoE(MoE):
         self.router, self.correction_bias, self.shared = moe.router, moe.correction_bias, moe.shared
         self.gate, self.up, self.down = moe.gate, moe.up, moe.down
         self.gate_bias, self.up_bias, self.down_bias = moe.gate_bias, moe.up_bias, moe.down_bias
-        self.config, self.activation = moe.config, moe.activation
+        self.config, self.activation, self.steady = moe.config, moe.activation, moe.steady
         self.mesh, self.expert_axes, self.width_axes = mesh, expert_axes, width_axes
 
     def mix(
@@ -71,10 +71,13 @@ class DividedMoE(MoE):
         # Visits to others, padding's among them, stand behind those to the own experts.
         local = experts.reshape(T * k) - first
         local = jnp.where((local >= 0) & (local < own), local, own)
+        axes = (*self.expert_axes, *self.width_axes)
+        if self.steady:
+            out = self.mix_steadily(x, weights, local.reshape(T, k), kernels)
+            return lax.psum(out, axes) if axes else out
         order = jnp.argsort(local)
         visits = self.visit(x[order // k], local[order], kernels)
         visits = jnp.where((local[order] < own)[:, None], visits, 0.0)
         back = jnp.zeros_like(order).at[order].set(jnp.arange(T * k, dtype=order.dtype))
         out = jnp.einsum("TkD,Tk->TD", visits[back].reshape(T, k, D), weights)
-        axes = (*self.expert_axes, *self.width_axes)
         return lax.psum(out, axes) if axes else out

@@ -85,7 +85,7 @@ async def _answer(state: ServerState, call: type[Call], request: Request) -> Res
         names, body, spelled = parse()
     del raw, parse
     state.unknown_fields.note(names, FATES[call.schema.endpoint])
-    model.check_name(body.model)
+    model = model.named(body.model)
     state.streams.take(body, request.state)
     request_id = choose_request_id(request.headers.get("x-request-id"), body.request_id)
     request.state.request_id = request_id

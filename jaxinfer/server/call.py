@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from starlette.responses import Response
 from starlette.types import Receive
@@ -22,6 +22,9 @@ from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.prompt_batch import EncodedPrompt, PromptBatch
 from jaxinfer.truncation import Truncation
 
+if TYPE_CHECKING:
+    from jaxinfer.request_hooks import HookArguments
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
@@ -33,6 +36,9 @@ class ServedModel:
         generation_config: Its makers' sampling defaults.
         fingerprint: Equal for servers whose answers to a seeded request are equal.
         created: Unix seconds when it became ready.
+        hooks: How it is changed; None for the model as it was loaded.
+        parent: Name of the model that this one changes.
+        edited: The same model changed, by name.
     """
 
     name: str
@@ -40,13 +46,24 @@ class ServedModel:
     generation_config: Mapping[str, Any]
     fingerprint: str
     created: int
+    hooks: HookArguments | None = None
+    parent: str | None = None
+    edited: Mapping[str, ServedModel] = field(default_factory=dict)
 
-    def check_name(self, name: str | None) -> None:
-        """Raise `UnknownModelError` unless this model, or none in particular, is asked for."""
-        if name is not None and name != self.name:
+    def named(self, name: str | None) -> ServedModel:
+        """Return this model if it or none in particular is asked for, or the edited one.
+
+        Raises:
+            UnknownModelError: There is none of the name.
+        """
+        if name is None or name == self.name:
+            return self
+        if name not in self.edited:
+            known = ", ".join(map(repr, (self.name, *self.edited)))
             raise UnknownModelError(
-                f"The model {name[:200]!r} does not exist; this server has {self.name!r}", "model"
+                f"The model {name[:200]!r} does not exist; this server has {known}", "model"
             )
+        return self.edited[name]
 
 
 @dataclass(kw_only=True)
@@ -127,6 +144,7 @@ class Call[B: RequestBody]:
             priority=getattr(body, "priority", None) or 0,
             cache_salt=cache_salt,
             progress=bool(getattr(body, "return_progress", None)),
+            hooks=self.model.hooks,
         )
         return self.ran
 

@@ -133,6 +133,7 @@ class VectorCall[B: VectorFields](Call[B]):
                     f"{self.response_id}-{id(self):x}-{index}",
                     priority=self.body.priority or 0,
                     cache_salt=self.body.cache_salt or "",
+                    hooks=self.model.hooks,
                 )
             if output.embedding is None:
                 error = output.outputs[0].error

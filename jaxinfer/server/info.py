@@ -75,12 +75,11 @@ class Info:
 
     async def models(self, request: Request) -> Response:
         model, _ = self._state.require_model()
-        return _json(ModelList(data=[_model_card(model)]))
+        return _json(ModelList(data=[_model_card(m) for m in (model, *model.edited.values())]))
 
     async def model(self, request: Request) -> Response:
         model, _ = self._state.require_model()
-        model.check_name(request.path_params["model"])
-        return _json(_model_card(model))
+        return _json(_model_card(model.named(request.path_params["model"])))
 
     async def health(self, request: Request) -> Response:
         phase = self._state.phase
@@ -138,6 +137,7 @@ def _model_card(model: ServedModel) -> ModelCard:
     return ModelCard(
         id=model.name,
         created=model.created,
-        root=model.name,
+        root=model.parent or model.name,
+        parent=model.parent,
         max_model_len=model.engine.max_model_len,
     )

@@ -59,6 +59,8 @@ class ServerOptions:
         pooling: How embeddings are made where the request does not say: "last" or "mean".
         trust_request_chat_template: Run the Jinja template that a request brings. It is sandboxed,
             but may take long.
+        edit: `NAME=FILE`: serve the model under NAME too, changed by the edits of a file that
+            `jaxinfer.edit_files.save_edits` wrote.
         health_timeout_s: How long `/health/generate` waits for its token.
         log_level: "debug", "info", "warning" or "error".
         log_format: "text", or "json" for one object per line.
@@ -95,6 +97,7 @@ class ServerOptions:
     sse_ping_interval_s: float = 15.0
     pooling: str = "last"
     trust_request_chat_template: bool = False
+    edit: tuple[str, ...] = ()
     health_timeout_s: float = 20.0
     log_level: str = "info"
     log_format: str = "text"

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxinfer.replicas import ServingEngine
@@ -19,6 +19,9 @@ from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.server.errors import GenerationFailedError
 from jaxinfer.server.responses import PromptProgress, PromptTokensDetails, Timings, Usage
 from jaxinfer.server.timings import request_progress, request_timings
+
+if TYPE_CHECKING:
+    from jaxinfer.request_hooks import HookArguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class PromptBatch:
         priority: Lower runs first under the "priority" policy.
         cache_salt: Prefix pages are shared only among equal salts.
         progress: Tell of long prompts while they are computed.
+        hooks: What changes the model for them, as for `AsyncEngine.generate`.
 
     Attributes:
         prompt_logprobs: Per prompt, known before its first delta if asked for.
@@ -100,6 +104,7 @@ class PromptBatch:
         priority: int = 0,
         cache_salt: str = "",
         progress: bool = False,
+        hooks: HookArguments | None = None,
     ):
         self.prompts = prompts
         self.params = params
@@ -110,6 +115,7 @@ class PromptBatch:
         self._priority = priority
         self._cache_salt = cache_salt
         self._progress = progress
+        self._hooks = hooks
         self._latest: dict[int, RequestOutput] = {}
         self._num_generation_tokens = 0
         self._num_cached_tokens = [0] * len(prompts)
@@ -180,6 +186,7 @@ class PromptBatch:
             cache_salt=self._cache_salt,
             delta=True,
             progress=self._progress,
+            hooks=self._hooks,
         )
         # Sample 0 brings the prompt's log-probabilities; another sample may be faster.
         waits = self.params.prompt_logprobs is not None

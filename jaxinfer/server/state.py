@@ -7,6 +7,7 @@ import enum
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.replicas import Replicas, ServingEngine
 from jaxinfer.server.call import ServedModel
+from jaxinfer.server.edited_models import edited_models
 from jaxinfer.server.errors import UnavailableError
 from jaxinfer.server.fields import UnknownFieldLog
 from jaxinfer.server.limits import Deadlines, StreamSlots
@@ -101,7 +103,11 @@ class ServerState:
         return self._serving and self._serving[0].engine
 
     def serve(self, loaded: LoadedModel | Sequence[LoadedModel]) -> None:
-        """Start to answer with this model, or its replicas. Called once, when all is warm."""
+        """Start to answer with this model, or its replicas. Called once, when all is warm.
+
+        Raises:
+            ConfigError: An edited model cannot be served; nothing is, then.
+        """
         replicas = loaded if isinstance(loaded, Sequence) else [loaded]
         loaded = replicas[0]
         metrics = ServerMetrics(
@@ -130,7 +136,14 @@ class ServerState:
             fingerprint=_fingerprint(loaded),
             created=int(time.time()),
         )
-        self._serving = model, metrics
+        try:
+            edited = edited_models(model, self.options.edit, sharded=loaded.config.num_hosts > 1)
+        except BaseException:
+            for watchdog in self._watchdogs:
+                watchdog.stop()
+            engine.shutdown()
+            raise
+        self._serving = replace(model, edited=edited), metrics
 
     def drain(self) -> None:
         """Take no new requests from now on."""

@@ -21,8 +21,8 @@ def folder_of(name: str) -> str:
     return str(folder if folder.exists() else GOLDEN / "families" / name)
 
 
-def llm_of(name: str, buckets: tuple[int, ...] = (32,), **settings) -> LLM:
-    """Return a golden checkpoint behind an `LLM` that takes and gives token ids.
+def loaded_of(name: str, buckets: tuple[int, ...] = (32,), **settings) -> LoadedModel:
+    """Return a golden checkpoint as loaded, with tokens that are bytes.
 
     Engines of equal shapes share their programs: see `tests.engines.make_engine`. XLA compiles
     what is around C++ kernels in half the time, so these are used where they can be had.
@@ -30,16 +30,19 @@ def llm_of(name: str, buckets: tuple[int, ...] = (32,), **settings) -> LLM:
     shapes = {"max_num_seqs": 4, "max_num_batched_tokens": max(buckets, default=32)}
     settings = {"model": folder_of(name), "max_model_len": 128} | settings
     engine = make_engine(name, buckets, **{**shapes, **settings})
-    return LLM.from_loaded(
-        LoadedModel(
-            engine=engine,
-            tokenizer=ByteTokenizer(),
-            config=engine.config,
-            model_config=config_of(name),
-            name=name,
-            generation_config={},
-        )
+    return LoadedModel(
+        engine=engine,
+        tokenizer=ByteTokenizer(),
+        config=engine.config,
+        model_config=config_of(name),
+        name=name,
+        generation_config={},
     )
+
+
+def llm_of(name: str, buckets: tuple[int, ...] = (32,), **settings) -> LLM:
+    """Return a golden checkpoint behind an `LLM` that takes and gives token ids."""
+    return LLM.from_loaded(loaded_of(name, buckets, **settings))
 
 
 def golden(name: str, what: str) -> np.ndarray:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxinfer import SamplingParams, functional
-from jaxinfer.config import EngineConfig
-from jaxinfer.errors import ConfigError
-from jaxinfer.resolution import resolve
+from jaxinfer.nn import MoE
 from tests.engines import config_of
 from tests.research.models import golden, llm_of, prompt_of, tokens
 
@@ -34,7 +33,11 @@ def logits_in(llm, ids, others, params=PARAMS):
     [
         ("llama3", "auto"),
         pytest.param("llama3", "xla", marks=pytest.mark.slow),
+        ("mixtral", "xla"),
         pytest.param("gemma2", "xla", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "xla", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "xla", marks=pytest.mark.slow),
+        pytest.param("olmoe", "auto", marks=pytest.mark.slow),
     ],
 )
 def test_logits_are_bitwise_those_of_the_request_alone(name, kernels):
@@ -60,6 +63,12 @@ def test_logits_are_bitwise_those_of_the_request_alone(name, kernels):
         second, _ = logits_in(llm, ids, strangers(7), greedy)
         np.testing.assert_array_equal(first, second)
         np.testing.assert_array_equal(first[:n], alone[:n])
+        backbone = llm.engine.runner.programs.backbone
+        experts = [
+            m for _, m in nnx.iter_modules(backbone(backbone.abstract)) if isinstance(m, MoE)
+        ]
+        assert all(moe.steady for moe in experts)
+        assert bool(experts) == (config_of(name).moe is not None)
 
 
 def test_logits_are_bitwise_the_same_after_preemption():
@@ -111,8 +120,3 @@ def test_training_and_serving_agree_bit_by_bit():
     np.testing.assert_allclose(
         reported, exact[np.arange(len(last)), sample.token_ids], rtol=0, atol=2e-6
     )
-
-
-def test_experts_are_refused_by_name():
-    with pytest.raises(ConfigError, match="mixtures of experts"):
-        resolve(EngineConfig(deterministic=True, max_model_len=64), config_of("mixtral"))

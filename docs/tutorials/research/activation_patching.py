@@ -44,15 +44,15 @@ high, low = preference(source), preference(target)
 print(f"clean {high:+.2f}, corrupt {low:+.2f}")
 
 # %% [markdown]
-# All patches are one edit in each layer, of which all but one lie at position -1, where no token
-# is. So they differ in values only, and one compiled program serves all of them, 16 at a time.
+# All patches are one edit in each layer, of which all but one lie at no position.
+# So they differ in values only, and one compiled program serves all of them, 16 at a time.
 
 
 # %%
 def patch_at(layer: int, position: int) -> list[edits.Edit]:
     """Put the clean run's vector in one place."""
     return [
-        edits.patch(name, source.captures[name][[position]], [position if i == layer else -1])
+        edits.patch(name, source.captures[name][[position]], [position if i == layer else None])
         for i, name in enumerate(names)
     ]
 

@@ -41,6 +41,7 @@ OPTION_VALUES: dict[str, Any] = {
     "sse_ping_interval_s": 7.5,
     "pooling": "mean",
     "trust_request_chat_template": True,
+    "edit": ("a=a.npz", "b=b.npz"),
     "health_timeout_s": 8.5,
     "log_level": "debug",
     "log_format": "json",

@@ -49,6 +49,26 @@ def test_no_token_is_dropped_when_all_want_the_same_expert(moe: MoE) -> None:
     np.testing.assert_allclose(got, by_tokens(moe, x), rtol=1e-4, atol=1e-4)
 
 
+def test_a_steady_mixture_is_the_same_function_whoever_else_is_there(
+    moe: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the order of summation; and bitwise, the others being replaced by NaN or by copies.
+
+    Without groups: XLA:CPU happens to sum those the same way whatever their sizes, others do not.
+    """
+    x = np.random.default_rng(1).normal(size=(40, D)).astype(np.float32)
+    is_real = jnp.ones(40, bool)
+    loose = moe(jnp.asarray(x), is_real)
+    moe.steady = True
+    monkeypatch.delattr("jaxinfer.nn.moe.grouped_matmul")
+    got = np.asarray(moe(jnp.asarray(x), is_real))
+    np.testing.assert_allclose(got, by_tokens(moe, x), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got, np.asarray(loose), rtol=1e-5, atol=1e-5)
+    for others in (np.full_like(x, np.nan), np.tile(x[:1], (40, 1))):
+        others[7] = x[7]
+        np.testing.assert_array_equal(np.asarray(moe(jnp.asarray(others), is_real))[7], got[7])
+
+
 def test_padding_visits_no_expert(moe: MoE, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it holds, NaN included, and it is counted in no group."""
     x = np.random.default_rng(3).normal(size=(16, D)).astype(np.float32)
