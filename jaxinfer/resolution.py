@@ -79,6 +79,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         kv_cache_dtype=kv_cache_dtype,
         kernels=kernels,
         max_model_len=wanted,
+        max_num_mixed_tokens=_mixed_tokens(config, platform),
         num_pages=num_pages,
         num_window_pages=num_window_pages if windows else config.num_window_pages,
     )
@@ -95,6 +96,18 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     return resolved
 
 
+MIXED_TOKENS_CPU = 128
+"""Where a step of as many tokens as elsewhere takes a quarter of a second."""
+
+
+def _mixed_tokens(config: EngineConfig, platform: str) -> int:
+    """Return how many tokens a step may have in which sequences decode."""
+    most = config.max_num_batched_tokens
+    if config.deterministic or platform != "cpu":
+        return config.max_num_mixed_tokens or most
+    return config.max_num_mixed_tokens or min(most, max(MIXED_TOKENS_CPU, 2 * config.max_num_seqs))
+
+
 DETERMINISTIC_TOKENS = 32
 """Fewest tokens of a deterministic step: so many rows XLA multiplies all alike."""
 
@@ -104,7 +117,11 @@ def _deterministic(config: EngineConfig) -> EngineConfig:
     rows = max(DETERMINISTIC_TOKENS, config.max_num_seqs)
     logger.info("deterministic: every step computes %d tokens", rows)
     return dataclasses.replace(
-        config, max_num_seqs=rows, max_num_batched_tokens=rows, num_decode_steps=1
+        config,
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows,
+        max_num_mixed_tokens=rows,
+        num_decode_steps=1,
     )
 
 
