@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from jaxinfer.errors import ConfigError
@@ -153,8 +154,8 @@ class EngineConfig:
             )
         if not isinstance(self.host_rank, int) or self.host_rank < 0:
             raise ConfigError(f"host_rank must be a whole number ≥ 0, got {self.host_rank!r}")
-        if self.host_timeout_s <= 0:
-            raise ConfigError(f"host_timeout_s must be > 0, got {self.host_timeout_s}")
+        if not 0 < self.host_timeout_s < math.inf:
+            raise ConfigError(f"host_timeout_s must be > 0 and finite, got {self.host_timeout_s}")
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from flax import nnx
 import checkpoints
 from checkpoints import TextAssets
 from jaxinfer import cpu_kernels
+from jaxinfer.footprint import abstract_model
 from jaxinfer.models import (
     ModelConfig,
     Recipe,
@@ -24,7 +25,6 @@ from jaxinfer.models import (
     load_weights,
     relayout,
 )
-from jaxinfer.quant import operate
 from jaxinfer.sharding import divide_experts, parameter_shardings, place
 
 
@@ -111,14 +111,6 @@ def load_model(
     return model, load_weights(
         source.checkpoint, family, model_config, original, shardings, recipes, on_progress, put
     )
-
-
-def abstract_model(
-    model_config: ModelConfig, dtype: Any, quantization: str | None = None, kernels: str = "xla"
-) -> tuple[Transformer, list[Recipe]]:
-    """Return a model without weights, and how those that it has instead of others are made."""
-    model = nnx.eval_shape(lambda: Transformer(model_config, dtype))
-    return model, operate(model, dtype=dtype, quantization=quantization, kernels=kernels)
 
 
 def _restore(
