@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxinfer.detokenizer import Detokenizer
-from jaxinfer.hooks import CapturedChunk, Captures, select_positions
+from jaxinfer.hooks import CapturedChunk, Captures
 from jaxinfer.input_processor import PreparedRequest
 from jaxinfer.metrics import RequestRecord
 from jaxinfer.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -256,7 +256,7 @@ class Generation:
             captures = Captures.join(sample.captured, hooks.capture, num_computed, hooks.nothing)
             if whole:
                 num_prompt = len(self.prepared.prompt_token_ids)
-                expected = select_positions(hooks.positions, 0, num_computed, num_prompt)
+                expected = hooks.select(0, num_computed, num_prompt)
                 got = captures.positions
                 assert np.array_equal(got, expected), f"captured {got}, expected {expected}"
             sample.captured = []

@@ -22,7 +22,7 @@ from jaxinfer.compilation import bucket_of
 from jaxinfer.edits import structure
 from jaxinfer.forward_batch import BatchLayout, ForwardBatch
 from jaxinfer.hook_tap import HookTap, hook_points
-from jaxinfer.hooks import CapturedChunk, select_positions
+from jaxinfer.hooks import CapturedChunk
 from jaxinfer.kv_cache import KVCache
 from jaxinfer.nn.tap import Tap
 from jaxinfer.step_programs import StepPrograms
@@ -84,6 +84,8 @@ class HookPrograms:
         self._programs = programs
         self._compiled: dict[_Spec, Any] = {}
         self._stacks: dict[Hashable, tuple[list[Any], Any]] = {}
+        # Of the plan that was asked about last, which is the one that is run next.
+        self._captured: tuple[StepPlan, tuple[tuple[CapturedRow, ...], np.ndarray]] | None = None
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -104,13 +106,12 @@ class HookPrograms:
 
         return hook_points(run, programs.vocab_size)
 
-    @staticmethod
-    def wanted(plan: StepPlan) -> bool:
+    def wanted(self, plan: StepPlan) -> bool:
         """Whether a plan needs one of these programs: not if it has no token to look at."""
         if all(row.request.hooks is None for row in plan.rows):
             return False
         edited = any(row.request.is_edited for row in plan.rows)
-        return edited or bool(_captured_tokens(plan)[0])
+        return bool(self._captured_tokens(plan)[0]) or edited
 
     def forward(
         self, plan: StepPlan, T: int, cache: KVCache, packed: np.ndarray, last_sampled: jax.Array
@@ -119,7 +120,8 @@ class HookPrograms:
 
         DONATES cache.
         """
-        rows, tokens = _captured_tokens(plan)
+        rows, tokens = self._captured_tokens(plan)
+        self._captured = None
         slots, stacks, edits = self._edits_of(plan, T)
         names = frozenset(name for row in rows for name in row.names)
         room = _bucket(len(tokens), T)
@@ -200,6 +202,11 @@ class HookPrograms:
         self._stacks = {shape: (groups[shape], stacks[shape]) for shape in order}
         return tuple(slots[s] for s in order), tuple(stacks[s] for s in order), heights
 
+    def _captured_tokens(self, plan: StepPlan) -> tuple[tuple[CapturedRow, ...], np.ndarray]:
+        if self._captured is None or self._captured[0] is not plan:
+            self._captured = plan, _captured_tokens(plan)
+        return self._captured[1]
+
     def _height(self, group: list[Any]) -> int:
         return bucket_of(len(group), self._programs.config.row_buckets)
 
@@ -229,7 +236,7 @@ def _captured_tokens(plan: StepPlan) -> tuple[tuple[CapturedRow, ...], np.ndarra
         if request.hooks is not None and request.hooks.capture:
             hooks = request.hooks
             n = request.num_prompt_tokens
-            positions = select_positions(hooks.positions, row.start, row.end, n)
+            positions = hooks.select(row.start, row.end, n)
             if len(positions):
                 rows.append(CapturedRow(request.request_id, positions, count, hooks.capture))
                 tokens.append(first + (positions - row.start))

@@ -38,6 +38,17 @@ class Hooks:
     edits: tuple[Any, ...] = ()
     nothing: Mapping[str, np.ndarray] = field(default_factory=dict)
     keep: Callable[[int, Captures], Captures] | None = None
+    _wanted: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+
+    def select(self, start: int, end: int, num_prompt_tokens: int) -> np.ndarray:
+        """Return what `select_positions` does, quickly: every step asks it of every row."""
+        if self.positions is None or isinstance(self.positions, str):
+            return select_positions(self.positions, start, end, num_prompt_tokens)
+        wanted = self._wanted.get(num_prompt_tokens)
+        if wanted is None:
+            wanted = self._wanted[num_prompt_tokens] = _wanted(self.positions, num_prompt_tokens)
+        first, last = np.searchsorted(wanted, (start, end))
+        return wanted[first:last]
 
 
 @dataclass(frozen=True)
@@ -179,10 +190,8 @@ def select_positions(
     here = np.arange(start, end)
     if positions is None:
         return here
-    if isinstance(positions, slice):
-        return here[np.isin(here, np.arange(num_prompt_tokens)[positions])]
     if not isinstance(positions, str):
-        return here[np.isin(here, _numbers(positions, num_prompt_tokens))]
+        return here[np.isin(here, _wanted(positions, num_prompt_tokens))]
     match positions:
         case "all":
             return here
@@ -217,6 +226,13 @@ def check_positions(positions: Positions, num_prompt_tokens: int, end: int) -> N
             f"prompt has {num_prompt_tokens}, and the last of the sampled tokens is not computed",
             "positions",
         )
+
+
+def _wanted(positions: Any, num_prompt_tokens: int) -> np.ndarray:
+    """Return the positions that a slice or numbers stand for, ascending, each once."""
+    if isinstance(positions, slice):
+        return np.sort(np.arange(num_prompt_tokens)[positions])
+    return np.unique(_numbers(positions, num_prompt_tokens))
 
 
 def _numbers(positions: Any, num_prompt_tokens: int) -> np.ndarray:
