@@ -21,6 +21,7 @@ from benchmarks.gpu_timing import (
     ms,
     percent,
     random_values,
+    reported,
     seconds,
 )
 from pallas_kernels import KVPages, RaggedBatch, has_scales, paged_attention, write_kv
@@ -56,7 +57,8 @@ class Check:
     """One step to compare with the oracle.
 
     Attributes:
-        rows: (new tokens, keys in all), one-token rows first.
+        max_query_len: Most tokens of a row that is computed as a decode row.
+        rows: (new tokens, keys in all), decode rows first.
     """
 
     dtype: str = "bfloat16"
@@ -65,12 +67,14 @@ class Check:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    max_query_len: int = 1
     rows: tuple[tuple[int, int], ...] = ((1, 1), (1, 16), (1, 777), (33, 33), (70, 300), (128, 640))
 
     @property
     def name(self) -> str:
         parts = [self.dtype, f"H {self.head_dim}"]
         parts += [f"{self.kv_dtype} pages"] if self.kv_dtype else []
+        parts += [f"{self.max_query_len} tokens a row"] if self.max_query_len > 1 else []
         parts += [name for name in ("window", "softcap", "sinks") if getattr(self, name)]
         return ", ".join(parts)
 
@@ -84,6 +88,7 @@ CHECKS = (
     Check(head_dim=80),
     Check(kv_dtype="int8"),
     Check(kv_dtype="float8_e4m3fn"),
+    Check(max_query_len=8, rows=((1, 777), (3, 50), (8, 640), (33, 33))),
 )
 
 
@@ -98,7 +103,9 @@ def check_all(table: Table, budget: Budget, checks: tuple[Check, ...], impl: str
         except Exception as e:
             table.row("correct?", check.name, "", "", "", f"{type(e).__name__}: {str(e)[:200]}")
             continue
-        verdict = "ok" if error <= TOLERANCE[check.dtype] else "**WRONG**"
+        is_right = error <= TOLERANCE[check.dtype]
+        table.num_wrong += not is_right
+        verdict = "ok" if is_right else "**WRONG**"
         table.row("correct?", check.name, "", f"error {error:.1e}", "", verdict)
 
 
@@ -131,7 +138,7 @@ def largest_error(check: Check, impl: str) -> float:
         page_table=jnp.asarray(page_table),
         seq_lens=jnp.asarray([keys for _, keys in check.rows] + [0, 0], jnp.int32),
         query_start_loc=jnp.asarray(np.cumsum([0, *lengths]), jnp.int32),
-        num_decode_rows=jnp.asarray(sum(n == 1 for n in lengths), jnp.int32),
+        num_decode_rows=jnp.asarray(sum(0 < n <= check.max_query_len for n in lengths), jnp.int32),
         num_rows=jnp.asarray(len(check.rows), jnp.int32),
     )
     q = jnp.asarray(rng.normal(size=(sum(lengths) + 5, N, H)), dtype)
@@ -147,6 +154,7 @@ def largest_error(check: Check, impl: str) -> float:
         sinks=sinks,
         k_scales=pages.k_scales,
         v_scales=pages.v_scales,
+        max_query_len=check.max_query_len,
         impl=impl,
     )
     out = np.asarray(out).astype(np.float64)
@@ -258,11 +266,11 @@ def measure_decode(
             table.row("decode", case, "", "", "", "no time")
             continue
         n = max(2, min(calls, num_pages // needed))
-        groups = np.resize(order, (n, batch, context // heads.page_size))
-        args = (pages, decode_batch(heads, batch, context), jnp.asarray(groups))
-        q = random_values((batch, heads.num_heads, heads.head_dim), jnp.bfloat16)
-        num_bytes = batch * context * heads.token_bytes + 2 * q.nbytes
-        with _reported(table, "decode", case) as failed:
+        with reported(table, "decode", case) as failed:
+            groups = np.resize(order, (n, batch, context // heads.page_size))
+            args = (pages, decode_batch(heads, batch, context), jnp.asarray(groups))
+            q = random_values((batch, heads.num_heads, heads.head_dim), jnp.bfloat16)
+            num_bytes = batch * context * heads.token_bytes + 2 * q.nbytes
             program = chained(partial(attend_paged, impl, heads), n)
             took = seconds(program, q, *args) / n
         if failed:
@@ -317,12 +325,12 @@ def measure_prefill(
             table.row("prefill", case, "", "", "", "no time")
             continue
         shape = (context // heads.page_size, heads.num_kv_heads, heads.page_size, heads.head_dim)
-        pages = tuple(random_values(shape, jnp.bfloat16, seed) for seed in (0, 1))
-        q = random_values((tokens, heads.num_heads, heads.head_dim), jnp.bfloat16)
-        batch = prefill_batch(heads, tokens, context)
         pairs = tokens * (context - tokens) + tokens * (tokens + 1) // 2
         flops = 4 * heads.num_heads * heads.head_dim * pairs
-        with _reported(table, "prefill", case) as failed:
+        with reported(table, "prefill", case) as failed:
+            pages = tuple(random_values(shape, jnp.bfloat16, seed) for seed in (0, 1))
+            q = random_values((tokens, heads.num_heads, heads.head_dim), jnp.bfloat16)
+            batch = prefill_batch(heads, tokens, context)
             program = chained(partial(attend_paged, impl, heads), calls)
             took = seconds(program, q, pages, batch, batch.page_table[None]) / calls
         if failed:
@@ -349,25 +357,6 @@ def _dense(implementation: Any, heads: Heads, tokens: int) -> float:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 
     return seconds(chained(attend, 4), q, k, v) / 4
-
-
-class _reported:
-    """Turns an exception inside the block into a row; is true afterwards if there was one."""
-
-    def __init__(self, table: Table, what: str, case: str):
-        self._row, self._failed = partial(table.row, what, case), False
-
-    def __enter__(self) -> _reported:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
-        if isinstance(error, Exception):
-            self._row("", "", "", f"{type(error).__name__}: {str(error)[:200]}")
-            self._failed = True
-        return self._failed
-
-    def __bool__(self) -> bool:
-        return self._failed
 
 
 def _versus(name: str, ours: float, measure: Any) -> str:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.gpu_timing import Budget, Ceilings, Table, ms, percent, random_values, seconds
+from benchmarks.gpu_timing import (
+    Budget,
+    Ceilings,
+    Table,
+    ms,
+    percent,
+    random_values,
+    reported,
+    seconds,
+)
 from jaxinfer.batch import ScheduledRow, StepPlan
 from jaxinfer.kv_cache import KVCache, make_cache
 from jaxinfer.models import ModelConfig, Transformer, flat_parameters
@@ -127,11 +137,20 @@ class Model:
         config = self.config
         shape = cache_shape(self.model_config, (), config.page_size, config.page_dtype)
         shardings = (logical(mesh, None, "kv_heads"), replicated(mesh))
-        self.cache: KVCache = make_cache(shape, config.group_pages, shardings)
+        self._make_cache = partial(make_cache, shape, config.group_pages, shardings)
+        self._make_last = partial(
+            jnp.zeros, (config.max_num_seqs,), jnp.int32, device=replicated(mesh)
+        )
+        self.cache: KVCache = self._make_cache()
+        self._last = self._make_last()
         self.programs = StepPrograms(model, self.weights, mesh, config, self.cache)
-        self._last = jnp.zeros((config.max_num_seqs,), jnp.int32, device=replicated(mesh))
         self._packer = SamplingPacker(self.model_config.vocab_size)
         self._tables = PageTables(len(config.group_pages), config.max_pages)
+
+    def recover(self) -> None:
+        """Make anew what a step that failed has taken along: what it was donated."""
+        if any(x.is_deleted() for x in jax.tree.leaves((self.cache, self._last))):
+            self.cache, self._last = self._make_cache(), self._make_last()
 
     def compile(self, tokens: int, rows: int) -> None:
         """Compile what a step of so many tokens and sampled rows needs."""
@@ -213,7 +232,7 @@ def _measure_step(
     rows: tuple[tuple[int, int], ...],
     ready: Callable[[], None],
 ) -> None:
-    try:
+    with reported(table, "model", name) as failed:
         ready()
         if budget.left() < 0:
             table.row("model", name, "", "", "", "no time")
@@ -231,8 +250,8 @@ def _measure_step(
             f"{took / floor:.2f} × floor of {ms(floor)} "
             f"({num_bytes / 1e9:.3g} GB, {flops / 1e12:.3g} TFLOP)",
         )
-    except Exception as e:
-        table.row("model", name, "", "", "", f"{type(e).__name__}: {str(e)[:200]}")
+    if failed:
+        model.recover()
 
 
 def _tokens(rows: tuple[tuple[int, int], ...]) -> int:

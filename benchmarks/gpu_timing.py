@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,10 +16,15 @@ COLUMNS = ("what", "case", "time", "rate", "of ceiling", "notes")
 
 
 class Table:
-    """One Markdown table, printed row by row so that a part of it is worth having."""
+    """One Markdown table, printed row by row so that a part of it is worth having.
+
+    Attributes:
+        num_rows: Rows so far.
+        num_wrong: Results that were not what they should be.
+    """
 
     def __init__(self) -> None:
-        self.num_rows = 0
+        self.num_rows = self.num_wrong = 0
 
     def row(self, what: str, case: str, *cells: str) -> None:
         """Print a row; the head comes before the first."""
@@ -67,18 +73,42 @@ class Ceilings:
 
 
 def measure_ceilings(table: Table, *, copy_bytes: int, matmul_size: int) -> Ceilings:
-    """Copy an array, multiply two; print and return the rates."""
-    x = jnp.zeros((copy_bytes // 2,), jnp.bfloat16)
-    # Adding is free, and a plain copy would be optimized away.
-    copy_s = seconds(jax.jit(lambda x: x + 1), x)
-    bandwidth = 2 * x.nbytes / copy_s
-    table.row("device copy", f"{x.nbytes / 1e9:.3g} GB", ms(copy_s), f"{bandwidth / 1e9:.0f} GB/s")
+    """Copy an array, multiply two; print and return the rates, NaN where that failed."""
+    bandwidth = matmul = math.nan
+    case = f"{copy_bytes / 1e9:.3g} GB"
+    with reported(table, "device copy", case):
+        x = jnp.zeros((copy_bytes // 2,), jnp.bfloat16)
+        # Adding is free, and a plain copy would be optimized away.
+        copy_s = seconds(jax.jit(lambda x: x + 1), x)
+        bandwidth = 2 * x.nbytes / copy_s
+        table.row("device copy", case, ms(copy_s), f"{bandwidth / 1e9:.0f} GB/s")
     n = matmul_size
-    a, b = (random_values((n, n), jnp.bfloat16, seed) for seed in (0, 1))
-    matmul_s = seconds(jax.jit(lambda a, b: a @ b), a, b)
-    matmul = 2 * n**3 / matmul_s
-    table.row("matmul", f"{n}³ bf16", ms(matmul_s), f"{matmul / 1e12:.0f} TFLOP/s")
+    case = f"{n}³ bf16"
+    with reported(table, "matmul", case):
+        a, b = (random_values((n, n), jnp.bfloat16, seed) for seed in (0, 1))
+        matmul_s = seconds(jax.jit(lambda a, b: a @ b), a, b)
+        matmul = 2 * n**3 / matmul_s
+        table.row("matmul", case, ms(matmul_s), f"{matmul / 1e12:.0f} TFLOP/s")
     return Ceilings(bandwidth, matmul)
+
+
+class reported:
+    """Turns an exception inside the block into a row; is true afterwards if there was one."""
+
+    def __init__(self, table: Table, what: str, case: str):
+        self._row, self._failed = partial(table.row, what, case), False
+
+    def __enter__(self) -> reported:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> bool:
+        if isinstance(error, Exception):
+            self._row("", "", "", f"{type(error).__name__}: {str(error)[:200]}")
+            self._failed = True
+        return self._failed
+
+    def __bool__(self) -> bool:
+        return self._failed
 
 
 def seconds(function: Callable[..., Any], *args: Any, at_least: float = 0.1) -> float:
