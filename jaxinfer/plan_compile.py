@@ -34,6 +34,7 @@ from jaxinfer.planning import (
     make_plan,
     plan_model,
 )
+from jaxinfer.runner_config import cache_shape
 from jaxinfer.sharding import (
     MESH_AXES,
     divide_experts,
@@ -41,7 +42,7 @@ from jaxinfer.sharding import (
     parameter_shardings,
     replicated,
 )
-from jaxinfer.step_programs import StepPrograms, cache_shape
+from jaxinfer.step_programs import StepPrograms
 from pallas_kernels.aot import CHIPS, Toolchain, ToolchainError
 from pallas_kernels.aot.chips import targeting
 

@@ -27,6 +27,7 @@ from jaxinfer.model_source import ModelSource, abstract_model
 from jaxinfer.models import ModelConfig, family_of, flat_parameters, lay_out_heads
 from jaxinfer.presets import PRESETS
 from jaxinfer.resolution import runner_config
+from jaxinfer.runner_config import RunnerConfig, cache_shape
 from jaxinfer.sharding import (
     MESH_AXES,
     check_experts,
@@ -35,7 +36,6 @@ from jaxinfer.sharding import (
     page_sharding,
     parameter_shardings,
 )
-from jaxinfer.step_programs import RunnerConfig, cache_shape
 from pallas_kernels.aot import CHIPS
 
 

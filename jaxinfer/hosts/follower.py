@@ -10,7 +10,8 @@ import threading
 from jaxinfer.errors import HostLostError
 from jaxinfer.hosts.channel import PING, STOP, Follower
 from jaxinfer.hosts.messages import Message
-from jaxinfer.model_runner import Hidden, ModelRunner
+from jaxinfer.in_flight import Hidden
+from jaxinfer.model_runner import ModelRunner
 from jaxinfer.sampling_batch import PackedSampling
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from jaxinfer.errors import ConfigError
 from jaxinfer.kv_cache import CacheShape, make_cache
 from jaxinfer.models import ModelConfig
 from jaxinfer.resolution import resolve, runner_config
-from jaxinfer.step_programs import cache_shape
+from jaxinfer.runner_config import cache_shape
 
 GEMMA_3_270M = ModelConfig(
     vocab_size=262_144,
