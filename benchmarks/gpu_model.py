@@ -34,10 +34,11 @@ from jaxinfer.models import ModelConfig, Transformer, flat_parameters
 from jaxinfer.models.llama import llama_config
 from jaxinfer.page_tables import PageTables
 from jaxinfer.request import Request
+from jaxinfer.runner_config import RunnerConfig, cache_shape
 from jaxinfer.sampling_batch import SamplingPacker, neutral_bias, neutral_mask
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sharding import logical, make_mesh, parameter_shardings, replicated
-from jaxinfer.step_programs import RunnerConfig, StepPrograms, cache_shape
+from jaxinfer.step_programs import StepPrograms
 
 LLAMA_8B: Mapping[str, Any] = {
     "hidden_size": 4096,

@@ -24,8 +24,9 @@ from jaxinfer.errors import InvalidRequestError
 from jaxinfer.hook_tap import HookTap, hook_points
 from jaxinfer.hooks import CapturedChunk, Captures, Hooks, match_names
 from jaxinfer.model_runner import ModelRunner
+from jaxinfer.pure_module import PureModule
 from jaxinfer.sampling_params import SamplingParams
-from jaxinfer.step_programs import PureModule, StepPrograms
+from jaxinfer.step_programs import StepPrograms
 from pallas_kernels.shapes import Array, Float, Int
 
 if TYPE_CHECKING:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxinfer.batch import SampledTokens, ScheduledRow, StepPlan, StepResult
 from jaxinfer.builtin_processors import BUILT_INS
 from jaxinfer.compilation import Programs, bucket_of, sizes_from
 from jaxinfer.errors import SnapshotError
-from jaxinfer.hook_programs import Captured, HookPrograms
+from jaxinfer.fingerprint import checksum
+from jaxinfer.hook_programs import HookPrograms
+from jaxinfer.in_flight import AskedScores, Hidden, InFlight, PromptScores, fetch
 from jaxinfer.kv_cache import KVCache, describe, in_large_pages, make_cache
 from jaxinfer.logits_processor import LogitsProcessor
 from jaxinfer.models import ModelConfig, Transformer
@@ -28,78 +28,13 @@ from jaxinfer.page_tables import PageTables
 from jaxinfer.processed_programs import ProcessedPrograms
 from jaxinfer.processing import ProcessorKind
 from jaxinfer.processor_slots import ProcessorSlots
-from jaxinfer.request import Pooling, Request, TokenLogprobs
+from jaxinfer.request import Request
+from jaxinfer.runner_config import RunnerConfig, cache_shape
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling, SamplingPacker, neutral_bias, neutral_mask
+from jaxinfer.scored_parts import ScoredPart, asked_parts, pool_slots, prompt_parts
 from jaxinfer.sharding import page_sharding, place, replicated
-from jaxinfer.step_programs import SCORED_TOKENS, RunnerConfig, StepPrograms, cache_shape
-
-
-@dataclass(frozen=True)
-class Hidden:
-    """What the backbone leaves on the device.
-
-    Attributes:
-        sampled: [B, D], hidden states of the sampling rows.
-        tokens: [T, D], hidden states of all tokens.
-        captured: What hooks asked to see.
-    """
-
-    sampled: jax.Array
-    tokens: jax.Array
-    captured: Captured | None = None
-
-
-@dataclass(frozen=True)
-class PromptScores:
-    """Log-probabilities of up to `SCORED_TOKENS` consecutive prompt tokens, on the device.
-
-    Attributes:
-        request: Whose prompt.
-        count: Entries that mean something.
-        scores: The log-probabilities.
-    """
-
-    request: Request
-    count: int
-    scores: Logprobs
-
-
-@dataclass(frozen=True)
-class AskedScores:
-    """Log-probabilities of up to `SCORED_TOKENS` tokens that a request asks about, on the device.
-
-    Attributes:
-        row: Which sampling row.
-        count: Entries that mean something.
-        scores: The log-probabilities.
-    """
-
-    row: int
-    count: int
-    scores: Logprobs
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A sampled step that has not been fetched.
-
-    Attributes:
-        sampled: The tokens; None if the step samples none.
-        prompt_scores: Scored parts of prompts, in order.
-        counts: Of several decode steps: tokens by row.
-        pooled: float32 [max_num_seqs, D], sums of hidden states, entry i for the i-th row of the
-            plan that pools; None if there is none.
-        asked: Log-probabilities of `logprob_token_ids`, in order.
-        captured: What hooks asked to see.
-    """
-
-    sampled: SampledTokens | None
-    prompt_scores: tuple[PromptScores, ...] = ()
-    counts: jax.Array | None = None
-    pooled: jax.Array | None = None
-    asked: tuple[AskedScores, ...] = ()
-    captured: Captured | None = None
+from jaxinfer.step_programs import SCORED_TOKENS, StepPrograms
 
 
 class ModelRunner:
@@ -341,76 +276,7 @@ class ModelRunner:
 
     def fetch(self, plan: StepPlan, step: InFlight) -> StepResult:
         """Wait for a step's tokens and bring them to the host; alternatives only if asked for."""
-        if step.counts is not None:
-            return self._fetch_steps(plan, step)
-        prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
-        for part in step.prompt_scores:
-            request = part.request
-            entries = _entries(part.scores, [request.params.prompt_logprobs] * part.count)
-            known = prompt_logprobs.setdefault(request.request_id, [])
-            known.extend(entry for entry in entries if entry is not None)
-        pooled = {}
-        if step.pooled is not None:
-            ids = [row.request.request_id for row in plan.rows if row.request.pooling is not None]
-            pooled = dict(zip(ids, jax.device_get(step.pooled), strict=False))
-        captured = {} if step.captured is None else step.captured.fetch()
-        rows = plan.sampling_rows
-        if step.sampled is None:
-            return StepResult(
-                token_ids=(),
-                corrupted=(),
-                logprobs=(),
-                prompt_logprobs=_frozen(prompt_logprobs),
-                pooled=pooled,
-                captured=captured,
-            )
-        fetched = jax.device_get((step.sampled.token_ids, step.sampled.corrupted))
-        token_ids, corrupted = (x[: len(rows)].tolist() for x in fetched)
-        tokens: list[tuple[int, ...]] = list(zip(token_ids, strict=True))
-        if any(corrupted):
-            tokens = [() if bad else t for t, bad in zip(tokens, corrupted, strict=True)]
-        widths = [row.request.params.logprobs for row in rows]
-        logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * len(rows)
-        if any(width is not None for width in widths):
-            entries = _entries(_scores(step.sampled), widths)
-            for part in step.asked:
-                entry = entries[part.row]
-                assert entry is not None, "SamplingParams asks for both or none"
-                values, ranks = jax.device_get((part.scores.logprobs, part.scores.ranks))
-                more = zip(values[: part.count].tolist(), ranks[: part.count].tolist(), strict=True)
-                entries[part.row] = replace(entry, asked=(*entry.asked, *more))
-            logprobs = [None if entry is None else (entry,) for entry in entries]
-        return StepResult(
-            token_ids=tuple(tokens),
-            corrupted=tuple(corrupted),
-            logprobs=tuple(logprobs),
-            prompt_logprobs=_frozen(prompt_logprobs),
-            pooled=pooled,
-            captured=captured,
-        )
-
-    def _fetch_steps(self, plan: StepPlan, step: InFlight) -> StepResult:
-        sampled = step.sampled
-        assert sampled is not None, "decode steps sample"
-        fetched = jax.device_get((step.counts, sampled.token_ids, sampled.corrupted))
-        counts, token_ids, corrupted = fetched
-        n = len(plan.rows)
-        widths = [row.request.params.logprobs for row in plan.rows]
-        logprobs: list[tuple[TokenLogprobs, ...] | None] = [None] * n
-        if any(width is not None for width in widths):
-            scores = jax.device_get(_scores(sampled))
-            steps = [Logprobs(*arrays) for arrays in zip(*scores, strict=True)]
-            entries = [_entries(step, widths) for step in steps[: counts[:n].max()]]
-            logprobs = [
-                None if width is None else tuple(e for step in entries[:count] if (e := step[i]))
-                for i, (width, count) in enumerate(zip(widths, counts, strict=False))
-            ]
-        rows = zip(token_ids.T[:n].tolist(), counts.tolist(), strict=False)
-        return StepResult(
-            token_ids=tuple(tuple(tokens[:count]) for tokens, count in rows),
-            corrupted=tuple(corrupted.any(axis=0)[:n].tolist()),
-            logprobs=tuple(logprobs),
-        )
+        return fetch(plan, step)
 
     def max_decode_steps(self, num_rows: int) -> int:
         """How many decode steps a dispatch of so many rows may have now."""
@@ -507,61 +373,28 @@ class ModelRunner:
 
     def _score_prompts(self, plan: StepPlan, hidden: Hidden) -> tuple[PromptScores, ...]:
         """Score the prompt tokens behind those of this step, for the requests that ask."""
-        parts = []
-        first = 0
-        for row in plan.rows:
-            request = row.request
-            if request.params.prompt_logprobs is not None:
-                T = hidden.tokens.shape[0]
-                # The state at position p tells about the token at p + 1.
-                end = min(row.end, request.num_prompt_tokens - 1)
-                begin = max(row.start, request.first_scored - 1)
-                for start in range(begin, end, SCORED_TOKENS):
-                    n = min(SCORED_TOKENS, end - start)
-                    indices, targets = np.zeros((2, SCORED_TOKENS), np.int32)
-                    indices[:n] = first + (start - row.start) + np.arange(n)
-                    targets[:n] = request.token_ids[start + 1 : start + 1 + n]
-                    scores = self.call_score(T, hidden.tokens, indices, targets)
-                    parts.append(PromptScores(request, n, scores))
-            first += row.num_scheduled_tokens
-        return tuple(parts)
+        T = hidden.tokens.shape[0]
+        return tuple(
+            PromptScores(part.row.request, part.count, self._score(T, hidden, part))
+            for part in prompt_parts(plan, SCORED_TOKENS)
+        )
 
     def _score_asked(self, plan: StepPlan, hidden: Hidden) -> tuple[AskedScores, ...]:
         """Score the tokens that requests ask about, with the program that scores prompts."""
-        parts = []
-        T, first, index = hidden.tokens.shape[0], 0, 0
-        for row in plan.rows:
-            first += row.num_scheduled_tokens
-            if not row.samples:
-                continue
-            ids = row.request.params.logprob_token_ids or ()
-            for start in range(0, len(ids), SCORED_TOKENS):
-                some = ids[start : start + SCORED_TOKENS]
-                targets = np.zeros(SCORED_TOKENS, np.int32)
-                targets[: len(some)] = some
-                indices = np.full(SCORED_TOKENS, first - 1, np.int32)
-                scores = self.call_score(T, hidden.tokens, indices, targets)
-                parts.append(AskedScores(index, len(some), scores))
-            index += 1
-        return tuple(parts)
+        T = hidden.tokens.shape[0]
+        return tuple(
+            AskedScores(part.index, part.count, self._score(T, hidden, part))
+            for part in asked_parts(plan, SCORED_TOKENS)
+        )
+
+    def _score(self, T: int, hidden: Hidden, part: ScoredPart) -> Logprobs:
+        return self.call_score(T, hidden.tokens, part.indices, part.targets)
 
     def _pool_prompts(self, plan: StepPlan, hidden: Hidden) -> jax.Array | None:
         """Sum the hidden states that count, for all requests that ask for a vector at once."""
-        if all(row.request.pooling is None for row in plan.rows):
-            return None
         T = hidden.tokens.shape[0]
-        slots = np.full(T, self.config.max_num_seqs, np.int32)
-        slot, first = 0, 0
-        for row in plan.rows:
-            end = first + row.num_scheduled_tokens
-            if row.request.pooling is not None:
-                if row.request.pooling is Pooling.MEAN:
-                    slots[first:end] = slot
-                elif row.samples:
-                    slots[end - 1] = slot
-                slot += 1
-            first = end
-        return self.call_pool(T, hidden.tokens, slots)
+        slots = pool_slots(plan, T, self.config.max_num_seqs)
+        return None if slots is None else self.call_pool(T, hidden.tokens, slots)
 
     def call_pool(self, T: int, hidden: jax.Array, slots: np.ndarray) -> jax.Array:
         """Dispatch the pooling program of T tokens."""
@@ -588,42 +421,3 @@ class ModelRunner:
 
     def _put(self, x: np.ndarray) -> jax.Array:
         return place(x, self._whole)
-
-
-def checksum(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return uint32 [], of the bits of all arrays: exact, so the same however they are sharded."""
-    total = jnp.uint32(0)
-    for leaf in leaves:
-        words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        bits = jax.lax.bitcast_convert_type(leaf, words).astype(jnp.uint32)
-        weights = jnp.ones_like(bits)
-        for axis in range(bits.ndim):
-            place = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-            weights = weights * jnp.uint32(0x9E3779B1) + place
-        total = total * jnp.uint32(31) + jnp.sum(bits * (weights | 1), dtype=jnp.uint32)
-    return total
-
-
-def _entries(scores: Logprobs, widths: Sequence[int | None]) -> list[TokenLogprobs | None]:
-    """Fetch the first rows of `scores`, each with as many alternatives as asked; None for None."""
-    columns = (np.asarray(x)[: len(widths)].tolist() for x in jax.device_get(scores))
-    return [
-        None
-        if width is None
-        else TokenLogprobs(
-            logprob=logprob,
-            rank=rank,
-            top_token_ids=tuple(ids[:width]),
-            top_logprobs=tuple(values[:width]),
-        )
-        for logprob, rank, ids, values, width in zip(*columns, widths, strict=True)
-    ]
-
-
-def _scores(sampled: SampledTokens) -> Logprobs:
-    s = sampled
-    return Logprobs(s.logprobs, s.ranks, s.top_token_ids, s.top_logprobs)
-
-
-def _frozen(entries: Mapping[str, list[TokenLogprobs]]) -> dict[str, tuple[TokenLogprobs, ...]]:
-    return {request_id: tuple(known) for request_id, known in entries.items()}

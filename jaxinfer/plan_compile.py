@@ -35,6 +35,7 @@ from jaxinfer.planning import (
     plan_model,
     remedies,
 )
+from jaxinfer.runner_config import cache_shape
 from jaxinfer.sharding import (
     MESH_AXES,
     divide_experts,
@@ -42,7 +43,7 @@ from jaxinfer.sharding import (
     parameter_shardings,
     replicated,
 )
-from jaxinfer.step_programs import StepPrograms, cache_shape
+from jaxinfer.step_programs import StepPrograms
 from pallas_kernels.aot import CHIPS, Toolchain, ToolchainError
 from pallas_kernels.aot.chips import targeting
 

@@ -31,12 +31,12 @@ from jaxinfer.model_source import ModelSource
 from jaxinfer.models import ModelConfig, family_of, lay_out_heads
 from jaxinfer.presets import PRESETS
 from jaxinfer.resolution import page_counts, runner_config
+from jaxinfer.runner_config import RunnerConfig, cache_shape
 from jaxinfer.sharding import (
     check_experts,
     costs,
     page_sharding,
 )
-from jaxinfer.step_programs import RunnerConfig, cache_shape
 from pallas_kernels.aot import CHIPS
 
 VARIANTS: Mapping[str, tuple[str, int]] = {"h200": ("h100", 150_000_000_000)}

@@ -17,9 +17,10 @@ from jaxinfer.compilation import Programs
 from jaxinfer.forward_batch import BatchLayout
 from jaxinfer.kv_cache import KVCache
 from jaxinfer.processing import ProcessorKind, States, load_states, process, store_states
+from jaxinfer.pure_module import abstract
 from jaxinfer.sampler import History, sample_processed
 from jaxinfer.sampling_batch import unpack_sampling
-from jaxinfer.step_programs import StepPrograms, abstract
+from jaxinfer.step_programs import StepPrograms
 
 
 class ProcessedPrograms:

@@ -18,7 +18,7 @@ from jaxinfer.kv_cache import CacheShape
 from jaxinfer.memory import cache_bytes
 from jaxinfer.models import ModelConfig
 from jaxinfer.page_groups import most_window_pages
-from jaxinfer.step_programs import RunnerConfig, cache_shape
+from jaxinfer.runner_config import RunnerConfig, cache_shape
 from pallas_kernels import has_scales
 from pallas_kernels.capability import Problem, choose, current_device, most_elements
 

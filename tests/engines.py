@@ -19,9 +19,9 @@ from jaxinfer.model_source import ModelSource, abstract_model, load_model
 from jaxinfer.models import ModelConfig, family_of
 from jaxinfer.request import Request, TokenOutput
 from jaxinfer.resolution import resolve, runner_config
+from jaxinfer.runner_config import RunnerConfig
 from jaxinfer.sampling_params import SamplingParams
 from jaxinfer.sharding import make_mesh
-from jaxinfer.step_programs import RunnerConfig
 
 GOLDEN = Path(__file__).parent / "golden" / "models"
 FAMILIES = Path(__file__).parent / "golden" / "families"

@@ -16,7 +16,7 @@ from jaxinfer.config import EngineConfig
 from jaxinfer.model_source import abstract_model
 from jaxinfer.models import ModelConfig, flat_parameters
 from jaxinfer.resolution import page_dtype
-from jaxinfer.step_programs import cache_shape
+from jaxinfer.runner_config import cache_shape
 
 
 @dataclass(frozen=True, kw_only=True)

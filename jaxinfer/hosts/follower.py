@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from jaxinfer.hosts.channel import STOP, Follower
 from jaxinfer.hosts.messages import Message
-from jaxinfer.model_runner import Hidden, ModelRunner
+from jaxinfer.in_flight import Hidden
+from jaxinfer.model_runner import ModelRunner
 from jaxinfer.sampling_batch import PackedSampling
 
 

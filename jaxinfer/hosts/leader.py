@@ -25,7 +25,8 @@ from jaxinfer.errors import InvalidRequestError
 from jaxinfer.hooks import Hooks
 from jaxinfer.hosts.channel import Leader
 from jaxinfer.hosts.messages import Message
-from jaxinfer.model_runner import Hidden, InFlight, ModelRunner
+from jaxinfer.in_flight import Hidden, InFlight
+from jaxinfer.model_runner import ModelRunner
 from jaxinfer.sampler import Logprobs
 from jaxinfer.sampling_batch import PackedSampling
 from jaxinfer.sampling_params import SamplingParams

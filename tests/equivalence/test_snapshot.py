@@ -10,7 +10,7 @@ import pytest
 from jaxinfer import step_timer
 from jaxinfer.engine import Engine
 from jaxinfer.errors import InvalidRequestError, SnapshotError
-from jaxinfer.model_runner import checksum
+from jaxinfer.fingerprint import checksum
 from jaxinfer.request import Pooling, RequestStatus
 from jaxinfer.sampling_params import SamplingParams
 from tests.engines import Work, make_engine, run_alone

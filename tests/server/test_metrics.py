@@ -12,9 +12,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxinfer.metrics import EngineStats
+from jaxinfer.runner_config import RunnerConfig
 from jaxinfer.server.engine_metrics import ENGINE_SERIES
 from jaxinfer.server.options import METRICS_PREFIXES, ServerOptions
-from jaxinfer.step_programs import RunnerConfig
 from tests.server.fakes import NAME, REPLY, make_loaded
 from tests.server.serving import running_server
 

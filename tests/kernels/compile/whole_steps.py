@@ -22,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxinfer.kv_cache import KVCache, make_cache
 from jaxinfer.models import Transformer, flat_parameters
 from jaxinfer.models.llama import llama_config
+from jaxinfer.runner_config import RunnerConfig, cache_shape
 from jaxinfer.sharding import logical, parameter_shardings, replicated
-from jaxinfer.step_programs import RunnerConfig, StepPrograms, cache_shape
+from jaxinfer.step_programs import StepPrograms
 from pallas_kernels.aot import Case, Program
 from pallas_kernels.aot.matrix import PREFILL, WRITE
 

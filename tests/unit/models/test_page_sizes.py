@@ -12,7 +12,7 @@ from jaxinfer.footprint import estimated_temporaries, weight_bytes
 from jaxinfer.kv_cache import CacheShape, make_cache
 from jaxinfer.models import ModelConfig, lay_out_heads
 from jaxinfer.resolution import resolve, runner_config
-from jaxinfer.step_programs import cache_shape
+from jaxinfer.runner_config import cache_shape
 
 GEMMA_3_270M = ModelConfig(
     vocab_size=262_144,
