@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -59,7 +60,7 @@ def divide_int8(model: Transformer, mesh: Mesh | AbstractMesh) -> None:
         replace(model, path, DividedInt8Embedding(table, mesh, _axes(mesh, table.embedding)))
 
 
-def _axes(mesh: Mesh | AbstractMesh, parameter: jax.Array) -> _Axes:
+def _axes(mesh: Mesh | AbstractMesh, parameter: nnx.Variable) -> _Axes:
     names = parameter.get_metadata("axes")
     return tuple(mesh_axes(mesh, a, n) for a, n in zip(names, parameter.shape, strict=True))
 

@@ -116,7 +116,8 @@ def test_chunked_prompts_give_the_same_tokens(reference, chunk) -> None:
 @pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
 def test_preempted_requests_resume_with_the_same_tokens(reference, overlap, caching) -> None:
     model, work, alone = reference
-    engine = make_engine(model, num_pages=36, overlap=overlap, enable_prefix_caching=caching)
+    settings = {"overlap": overlap, "enable_prefix_caching": caching}
+    engine = make_engine(model, FEW, num_pages=36, **settings)
     assert run_tokens(engine, work) == alone
     assert engine.stats.num_preemptions > 0
 
@@ -134,7 +135,7 @@ def test_cached_prefixes_give_the_same_tokens(reference) -> None:
 def test_page_size_does_not_matter(page_size: int) -> None:
     work = mixed_work(10, seed=5)
     expected = run_alone(make_engine("mistral", FEW), work)
-    engine = make_engine("mistral", page_size=page_size, num_pages=2048 // page_size)
+    engine = make_engine("mistral", FEW, page_size=page_size, num_pages=2048 // page_size)
     assert run_tokens(engine, work) == expected
 
 
