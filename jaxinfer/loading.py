@@ -129,6 +129,11 @@ def _load(
     source = ModelSource.open(config.model)
     model_config = _model_config(source, config)
     config = resolve(config, model_config)
+    if channel is not None and config.quantization is not None and source.checkpoint is None:
+        raise ConfigError(
+            f"quantization={config.quantization} of a converted folder is not supported on several "
+            "hosts: give the checkpoint that it was made of"
+        )
     make_runner: Callable[..., ModelRunner] = ModelRunner
     make_engine: type[Engine] = Engine
     if channel is not None:

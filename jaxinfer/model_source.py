@@ -15,6 +15,7 @@ from flax import nnx
 import checkpoints
 from checkpoints import TextAssets
 from jaxinfer import cpu_kernels
+from jaxinfer.divided_int8 import divide_int8
 from jaxinfer.footprint import abstract_model
 from jaxinfer.models import (
     ModelConfig,
@@ -100,11 +101,14 @@ def load_model(
     original = nnx.state(abstract_model(model_config.as_stored(), dtype)[0])
     model, recipes = abstract_model(model_config, dtype, quantization, kernels)
     divide_experts(model, mesh)
+    divide_int8(model, mesh)
     parameters = flat_parameters(nnx.state(model))
     shardings = parameter_shardings(mesh, parameters)
     on_model(model, _targets(parameters, shardings))
     if source.checkpoint is None:
-        restored = _laid_out(_restore(source, mesh, original), model_config, shardings)
+        plain = flat_parameters(nnx.state(abstract_model(model_config, dtype)[0]))
+        restored = _restore(source, mesh, original)
+        restored = _laid_out(restored, model_config, parameter_shardings(mesh, plain))
         return model, _changed(restored, recipes, shardings)
     family = family_of(source.config)
     put = cpu_kernels.LargePages(place).put if kernels == "cpu" else place

@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.divided_int8 import divide_int8
 from jaxinfer.footprint import abstract_model, one_layer_of_each_kind
 from jaxinfer.kv_cache import KVCache, make_cache
 from jaxinfer.models import flat_parameters
@@ -138,6 +139,7 @@ def temporaries_of(planned: PlannedModel, mesh: Mesh) -> dict[str, int]:
     )
     model, _ = abstract_model(model_config, shapes.dtype, planned.config.quantization)
     divide_experts(model, mesh)
+    divide_int8(model, mesh)
     parameters = flat_parameters(nnx.state(model))
     shardings = parameter_shardings(mesh, parameters)
     weights = {

@@ -246,11 +246,6 @@ def plan_model(config: EngineConfig, hf: Mapping[str, Any], topology: Topology) 
             f"tensor_parallel_size={size} of data_parallel_size={replicas} replicas must divide "
             f"the {topology.count} devices of the topology"
         )
-    if config.quantization is not None and size > 1:
-        raise ConfigError(
-            f"quantization={config.quantization} is not supported on several devices yet: leave "
-            f"it out, or set data_parallel_size to {topology.count}"
-        )
     longest = model_config.max_position_embeddings
     if config.max_model_len and config.max_model_len > longest:
         raise ConfigError(

@@ -66,11 +66,16 @@ class Int8Linear(Linear):
         self, x: Float[Array, "T in_features"], *, out_dtype: Any = None
     ) -> Float[Array, "T ..."]:
         """Return [T, *out] in x's dtype, or in `out_dtype`."""
-        *out, K = self.kernel.shape
-        y = _int8_matmul(x, self.kernel[...].reshape(-1, K), self.scale[...].reshape(-1))
+        y = self.multiply(x)
         if self.bias is not None:
-            y = y + self.bias[...].astype(jnp.float32).reshape(1, -1)
-        return y.astype(out_dtype or x.dtype).reshape(x.shape[0], *out)
+            y = y + self.bias[...].astype(jnp.float32)[None]
+        return y.astype(out_dtype or x.dtype)
+
+    def multiply(self, x: Float[Array, "T in_features"]) -> Float[Array, "T ..."]:
+        """Return the product alone, float32 [T, *out]."""
+        *out, K = self.kernel.shape
+        y = int8_matmul(x, self.kernel[...].reshape(-1, K), self.scale[...].reshape(-1))
+        return y.reshape(x.shape[0], *out)
 
 
 class Int8Embedding(Embedding):
@@ -89,7 +94,7 @@ class Int8Embedding(Embedding):
         return (rows * scales[:, None]).astype(self.dtype)
 
     def attend(self, x: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        return _int8_matmul(x, self.embedding[...], self.scale[...])
+        return int8_matmul(x, self.embedding[...], self.scale[...])
 
 
 def quantize_layers(model: Transformer, dtype: Any) -> list[Recipe]:
@@ -115,6 +120,8 @@ def quantize_layers(model: Transformer, dtype: Any) -> list[Recipe]:
     return recipes
 
 
-def _int8_matmul(x: Array, values: Array, scales: Array) -> Float[Array, "T N"]:
+def int8_matmul(
+    x: Float[Array, "T K"], values: Int[Array, "N K"], scales: Float[Array, " N"]
+) -> Float[Array, "T N"]:
     """Return float32 `x @ (values * scales).T`, x made int8."""
     return cpu_kernels.int8_matmul(x, values) * scales[None]

@@ -35,11 +35,6 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     dtype, kernels = _dtype_and_kernels(config, platform)
     kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     _check_page_dtype(kv_cache_dtype, model_config)
-    if config.quantization is not None and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"quantization={config.quantization} is not supported on several devices yet: leave "
-            f"it out, or set tensor_parallel_size to 1 instead of {config.tensor_parallel_size}"
-        )
     longest = model_config.max_position_embeddings
     if config.max_model_len and config.max_model_len > longest:
         raise ConfigError(

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxinfer.errors import ConfigError
 from jaxinfer.models import Transformer
@@ -82,7 +82,9 @@ def make_mesh(
     return Mesh(own.reshape(1, expert_parallel, -1), MESH_AXES)
 
 
-def mesh_axes(mesh: Mesh, axis: str | None, size: int | None = None) -> tuple[str, ...] | None:
+def mesh_axes(
+    mesh: Mesh | AbstractMesh, axis: str | None, size: int | None = None
+) -> tuple[str, ...] | None:
     """Return the mesh axes over which a logical axis of this size is divided, None for none."""
     axes = tuple(a for a in RULES[axis] if a in mesh.axis_names) if axis else ()
     shards = math.prod(mesh.shape[a] for a in axes)

@@ -116,7 +116,7 @@ def make_engine(name: str, buckets: tuple[int, ...] = (), **settings) -> Engine:
     if buckets:
         fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
         # Enough for whatever pools an engine has: they only have to lie within.
-        most = SMALL["num_pages"]
+        most = max(SMALL["num_pages"], config.num_pages)
         fields |= {"max_num_batched_tokens": max(buckets), "num_pages": most}
         fields |= {"num_window_pages": most if shapes.windows else 0}
         shapes = FewBuckets(**fields, sizes=buckets)

@@ -61,6 +61,7 @@ def report_on(case: Case, known: dict[tuple[str, str], Any]) -> dict[str, Any]:
         known[case.model, settings] = run_tokens(one, work), logits_of(one, prompt, 16)
     expected, logits = known[case.model, settings]
     found: dict[str, Any] = {"case": dataclasses.asdict(case), "differing": [], "error": 0.0}
+    found["product_error"] = int8_product_error(case.tensor)
     for replica in range(case.replicas):
         engine = engine_on(
             case.model,
@@ -72,8 +73,9 @@ def report_on(case: Case, known: dict[tuple[str, str], Any]) -> dict[str, Any]:
         )
         tokens = run_tokens(engine, work)
         found["differing"] += [name for name in work if tokens[name] != expected[name]]
-        error = np.abs(logits_of(engine, prompt, 16) - logits).max()
-        found["error"] = max(found["error"], float(error))
+        error = np.abs(logits_of(engine, prompt, 16) - logits)
+        found["error"] = max(found["error"], float(error.max()))
+        found["spread"] = float(np.sqrt(np.mean(error**2)) / logits.std())
     programs = engine.runner.programs
     model = programs.backbone
     found["layers"] = config_of(case.model).num_hidden_layers
@@ -132,7 +134,9 @@ def engine_on(
             shutil.copy(GOLDEN / "llama3" / "tokenizer.json", original)
             made = convert(str(original), str(Path(folder) / "converted"), dtype=config.dtype)
             source = ModelSource.open(str(made))
-        model, parameters = load_model(source, model_config, mesh, config.dtype)
+        model, parameters = load_model(
+            source, model_config, mesh, config.dtype, quantization=config.quantization
+        )
         jax.block_until_ready(parameters)
     shapes = runner_config(config, model_config)
     fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
@@ -140,6 +144,44 @@ def engine_on(
     runner = ModelRunner(model_config, model, parameters, mesh, FewBuckets(**fields, sizes=BUCKETS))
     config = dataclasses.replace(config, max_num_batched_tokens=max(BUCKETS))
     return Engine(config, runner, vocab_size=model_config.vocab_size, eos_token_ids=frozenset({2}))
+
+
+def int8_product_error(tensor: int) -> float:
+    """Return how far an int8 product of several devices is from that of one.
+
+    Outputs and inputs are divided in turn; of the inputs each device has whole blocks.
+    """
+    import numpy as np
+    from flax import nnx
+
+    from jaxinfer.divided_int8 import DividedInt8Linear
+    from jaxinfer.nn import Linear
+    from jaxinfer.quant import Int8Linear
+    from jaxinfer.sharding import divided, make_mesh
+
+    rng, mesh, worst = np.random.default_rng(0), make_mesh(tensor), 0.0
+    for axes in (("embed", "mlp"), ("mlp", "embed")):
+        shape = (64 * tensor, 64 * tensor)
+        n = shape[0]
+        linear = Int8Linear(
+            nnx.eval_shape(lambda n=n, a=axes: Linear(n, (n,), dtype=np.float32, axes=a))
+        )
+        names = linear.kernel.get_metadata("axes")
+        kernel = rng.integers(-127, 128, shape).astype(np.int8)
+        scale = rng.random(shape[0]).astype(np.float32)
+        x = rng.normal(size=(5, shape[0])).astype(np.float32)
+        own = tuple("tensor" if name == "mlp" else None for name in names)
+        both = []
+        for each in (linear, DividedInt8Linear(linear, mesh, own)):
+            graph, state = nnx.split(each)
+            leaves = (
+                jax.device_put(kernel, divided(mesh, shape, names)),
+                jax.device_put(scale, divided(mesh, shape[:1], names[:1])),
+            )
+            state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+            both.append(np.asarray(jax.jit(lambda s, x, g=graph: nnx.merge(g, s)(x))(state, x)))
+        worst = max(worst, float(np.abs(both[0] - both[1]).max() / both[0].std()))
+    return worst
 
 
 def collectives(hlo: str) -> list[str]:

@@ -83,8 +83,8 @@ def test_int8_weights_are_counted_where_they_can_be_had() -> None:
     whole, int8 = plan("llama-3-8b", "l4:1"), plan("llama-3-8b", "l4:1", quantization="int8")
     for kind in ("attention", "feed-forward"):
         assert int8.weight_bytes[kind] == pytest.approx(whole.weight_bytes[kind] / 2, rel=0.01)
-    with pytest.raises(ConfigError, match="data_parallel_size to 8"):
-        plan("llama-3-8b", "h100:8", quantization="int8")
+    eight = plan("llama-3-8b", "h100:8", quantization="int8")
+    assert eight.total_weight_bytes == pytest.approx(int8.total_weight_bytes / 8, rel=0.01)
 
 
 def test_pages_are_those_that_the_engine_takes() -> None:
