@@ -80,6 +80,14 @@ def fetch(reference: HubReference, cache_dir: Path | None = None) -> Path:
     # Imported late: only those who name a hub model should wait for it.
     import huggingface_hub
 
+    def download(patterns: list[str]) -> str:
+        return huggingface_hub.snapshot_download(
+            reference.repo_id,
+            revision=reference.revision,
+            cache_dir=cache_dir,
+            allow_patterns=patterns,
+        )
+
     with _hub_errors(reference):
         api = huggingface_hub.HfApi()
         try:
@@ -98,15 +106,10 @@ def fetch(reference: HubReference, cache_dir: Path | None = None) -> Path:
         patterns, file = _choose(reference, names)
         # Weights last: where they are whole after an interruption, everything else is there.
         small = [name for name in patterns if not name.endswith(_WEIGHTS)]
-        for wanted in (small, patterns):
-            if wanted:
-                folder = huggingface_hub.snapshot_download(
-                    reference.repo_id,
-                    revision=reference.revision,
-                    cache_dir=cache_dir,
-                    allow_patterns=wanted,
-                )
-        return Path(folder, file) if file else Path(folder)
+        if small:
+            download(small)
+        folder = Path(download(patterns))
+        return folder / file if file else folder
 
 
 def _choose(reference: HubReference, names: list[str]) -> tuple[list[str], str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from jaxinfer.errors import ConfigError
@@ -34,6 +35,9 @@ class EngineConfig:
         max_model_len: Longest prompt + output, tokens. None: the model's, or what the pages hold.
         max_num_seqs: Most sequences in one step.
         max_num_batched_tokens: Most tokens in one step; longer prompts are computed in chunks.
+        max_num_mixed_tokens: Most tokens in a step in which sequences decode: beside them prompts
+            are computed in smaller chunks, so that nobody's next token waits for a whole prompt.
+            None: `max_num_batched_tokens`, but 128 on a CPU (or twice `max_num_seqs`, if more).
         num_decode_steps: While no request waits, up to so many tokens of each are computed in one
             dispatch, as many as take about 50 ms. 1: one at a time.
         page_size: Tokens per page of KV memory, a power of two.
@@ -79,6 +83,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
+    max_num_mixed_tokens: int | None = None
     num_decode_steps: int = 8
     page_size: int = 16
     num_pages: int | None = None
@@ -117,6 +122,7 @@ class EngineConfig:
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "max_num_mixed_tokens",
             "num_decode_steps",
             "page_size",
             "num_pages",
@@ -140,10 +146,16 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), or running sequences would starve"
             )
+        mixed = self.max_num_mixed_tokens
+        if mixed is not None and not self.max_num_seqs <= mixed <= self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_mixed_tokens ({mixed}) must be max_num_seqs ({self.max_num_seqs}) to "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens})"
+            )
         if not isinstance(self.host_rank, int) or self.host_rank < 0:
             raise ConfigError(f"host_rank must be a whole number ≥ 0, got {self.host_rank!r}")
-        if self.host_timeout_s <= 0:
-            raise ConfigError(f"host_timeout_s must be > 0, got {self.host_timeout_s}")
+        if not 0 < self.host_timeout_s < math.inf:
+            raise ConfigError(f"host_timeout_s must be > 0 and finite, got {self.host_timeout_s}")
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

@@ -94,6 +94,7 @@ class Engine:
             ],
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_mixed_tokens=config.max_num_mixed_tokens,
             policy=config.scheduling_policy,
             max_waiting=config.max_waiting,
         )

@@ -24,8 +24,10 @@ from jaxinfer.compilation import use_persistent_cache
 from jaxinfer.config import EngineConfig
 from jaxinfer.engine import Engine
 from jaxinfer.errors import ConfigError
-from jaxinfer.hosts import Follower, LeadingEngine, LeadingRunner, join, replay
+from jaxinfer.hosts import Follower, Leader, LeadingEngine, LeadingRunner, join, replay
 from jaxinfer.hosts.channel import STOP
+from jaxinfer.hosts.facts import difference, facts
+from jaxinfer.hosts.meeting import check_hosts, settings_of
 from jaxinfer.hosts.messages import Message
 from jaxinfer.memory import default_cache_dir
 from jaxinfer.model_runner import ModelRunner
@@ -65,6 +67,7 @@ def load_replicas(config: EngineConfig, progress: bool = True) -> list[LoadedMod
     """
     if config.data_parallel_size == 1:
         return [load(config, progress)]
+    check_hosts(config)
     groups = device_groups(config.data_parallel_size, config.tensor_parallel_size)
     single = replace(config, data_parallel_size=1)
     loaded: list[LoadedModel] = []
@@ -101,9 +104,27 @@ def load(
             f"data_parallel_size={config.data_parallel_size} needs a face that holds several "
             "engines: `jaxinfer serve`, `jaxinfer run-batch` or `jaxinfer.Replicas`"
         )
-    channel = join(config) if config.num_hosts > 1 or config.host_rank else None
-    if isinstance(channel, Follower):
+    check_hosts(config)
+    if config.num_hosts == 1:
+        return _load(config, progress, devices, None)
+    if config.host_rank:
         raise ConfigError(f"host {config.host_rank} follows: give it to `jaxinfer serve`")
+    channel, config = join(config)
+    assert isinstance(channel, Leader), "host 0 leads"
+    try:
+        # Loading waits for the others at several places, where nobody can tell that one is lost.
+        return channel.watched(lambda: _load(config, progress, devices, channel))
+    except BaseException:
+        channel.close()
+        raise
+
+
+def _load(
+    config: EngineConfig,
+    progress: bool,
+    devices: Sequence[jax.Device] | None,
+    channel: Leader | None,
+) -> LoadedModel:
     _keep_programs(config)
     source = ModelSource.open(config.model)
     model_config = _model_config(source, config)
@@ -111,7 +132,8 @@ def load(
     make_runner: Callable[..., ModelRunner] = ModelRunner
     make_engine: type[Engine] = Engine
     if channel is not None:
-        channel.send(Message("load", text=json.dumps(asdict(config))))
+        told = {"config": asdict(config), "facts": facts(source.path)}
+        channel.send(Message("load", text=json.dumps(told)))
         make_runner = partial(LeadingRunner, channel=channel)
         make_engine = LeadingEngine
     text = ModelSource.open(config.tokenizer) if config.tokenizer else source
@@ -157,16 +179,27 @@ def follow(config: EngineConfig, progress: bool = True) -> None:
         ConfigError, ModelError, CheckpointError: As `load`.
         HostLostError: Host 0 ended before anything was loaded.
     """
-    channel = join(config)
+    channel, config = join(config)
     assert isinstance(channel, Follower), "host 0 loads, the others follow"
-    _keep_programs(config)
-    own = ("model", "tokenizer", "host_rank", "compilation_cache_dir")
-    message = channel.receive()
-    if message.word == STOP:
-        return  # host 0 could not load
-    settings = json.loads(message.text)
-    config = EngineConfig(**{**settings, **{name: getattr(config, name) for name in own}})
-    source = ModelSource.open(config.model)
+    try:
+        message = channel.next()
+        if message.word == STOP:
+            return  # host 0 could not load
+        told = json.loads(message.text)
+        config = settings_of(told["config"], config)
+        _keep_programs(config)
+        source = ModelSource.open(config.model)
+        if differing := difference(facts(source.path), told["facts"]):
+            raise ConfigError(f"this host is not like host 0: {differing}; make them the same")
+        _follow(config, source, channel, progress)
+    except Exception as error:
+        channel.fail(str(error))
+        raise
+    finally:
+        channel.close()
+
+
+def _follow(config: EngineConfig, source: ModelSource, channel: Follower, progress: bool) -> None:
     model_config = _model_config(source, config)
     with _progress(progress) as stage:
         runner, _ = _fill_runner(config, source, model_config, None, ModelRunner, stage)
@@ -177,7 +210,6 @@ def follow(config: EngineConfig, progress: bool = True) -> None:
             replay(runner, channel)
         finally:
             runner.close()
-            channel.close()
 
 
 def _fill_runner(

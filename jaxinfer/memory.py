@@ -13,18 +13,20 @@ CPU_CACHE_BYTES = 2**30
 """On a CPU the pages share memory with everything else: this much, or what one sequence needs."""
 
 DEVICE_SHARE = 0.8
-"""Of a device's free memory. The rest is for programs and their temporaries, which only show up
-once compiled."""
+"""Of what weights and programs leave of a device. The rest is for what was estimated too low: what
+programs need only shows up once they are compiled."""
 
 
-def cache_bytes(one_sequence: int) -> int:
+def cache_bytes(one_sequence: int, held: int) -> int:
     """Return bytes for the KV pages of each device, by what is free now.
 
     Args:
         one_sequence: Bytes that a sequence of full length needs.
+        held: Bytes that weights and programs will take of the device. On a CPU they are not
+            counted: its share is small enough.
 
     Raises:
-        ConfigError: A device does not tell how much memory it has.
+        ConfigError: A device does not tell how much memory it has, or has too little.
     """
     device = jax.devices()[0]
     if device.platform == "cpu":
@@ -35,7 +37,14 @@ def cache_bytes(one_sequence: int) -> int:
         raise ConfigError(
             f"{device} does not tell its memory; give num_pages or kv_cache_memory_bytes"
         )
-    return int((stats["bytes_limit"] - stats["bytes_in_use"]) * DEVICE_SHARE)
+    free = stats["bytes_limit"] - stats["bytes_in_use"]
+    if free <= held:
+        raise ConfigError(
+            f"weights and programs take {held / 2**30:.2f} GiB of each device, of which "
+            f"{free / 2**30:.2f} GiB are free; take more devices (tensor_parallel_size), "
+            "quantization, or a smaller model"
+        )
+    return int((free - held) * DEVICE_SHARE)
 
 
 def default_cache_dir() -> Path:

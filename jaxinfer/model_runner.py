@@ -21,7 +21,7 @@ from jaxinfer.builtin_processors import BUILT_INS
 from jaxinfer.compilation import Programs, bucket_of, sizes_from
 from jaxinfer.errors import SnapshotError
 from jaxinfer.hook_programs import Captured, HookPrograms
-from jaxinfer.kv_cache import KVCache, describe, make_cache
+from jaxinfer.kv_cache import KVCache, describe, in_large_pages, make_cache
 from jaxinfer.logits_processor import LogitsProcessor
 from jaxinfer.models import ModelConfig, Transformer
 from jaxinfer.page_tables import PageTables
@@ -131,7 +131,7 @@ class ModelRunner:
         make = partial(make_cache, shape, config.group_pages, (pages, self._whole))
         # On a CPU a gigabyte of zeros takes half a second, in which compiling can begin.
         beside = ThreadPoolExecutor(1)
-        self._allocated = beside.submit(make)
+        self._allocated = beside.submit(lambda: in_large_pages(make()))
         beside.shutdown(wait=False)
         self._pages: KVCache | None = None
         self.programs = StepPrograms(model, parameters, mesh, config, make(zeros=describe))

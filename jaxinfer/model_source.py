@@ -14,6 +14,8 @@ from flax import nnx
 
 import checkpoints
 from checkpoints import TextAssets
+from jaxinfer import cpu_kernels
+from jaxinfer.footprint import abstract_model
 from jaxinfer.models import (
     ModelConfig,
     Recipe,
@@ -23,7 +25,6 @@ from jaxinfer.models import (
     load_weights,
     relayout,
 )
-from jaxinfer.quant import operate
 from jaxinfer.sharding import divide_experts, parameter_shardings, place
 
 
@@ -106,17 +107,10 @@ def load_model(
         restored = _laid_out(_restore(source, mesh, original), model_config, shardings)
         return model, _changed(restored, recipes, shardings)
     family = family_of(source.config)
+    put = cpu_kernels.LargePages(place).put if kernels == "cpu" else place
     return model, load_weights(
-        source.checkpoint, family, model_config, original, shardings, recipes, on_progress, place
+        source.checkpoint, family, model_config, original, shardings, recipes, on_progress, put
     )
-
-
-def abstract_model(
-    model_config: ModelConfig, dtype: Any, quantization: str | None = None, kernels: str = "xla"
-) -> tuple[Transformer, list[Recipe]]:
-    """Return a model without weights, and how those that it has instead of others are made."""
-    model = nnx.eval_shape(lambda: Transformer(model_config, dtype))
-    return model, operate(model, dtype=dtype, quantization=quantization, kernels=kernels)
 
 
 def _restore(

@@ -21,9 +21,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxinfer.config import EngineConfig
+from jaxinfer.footprint import abstract_model, one_layer_of_each_kind
 from jaxinfer.kv_cache import KVCache, make_cache
-from jaxinfer.model_source import abstract_model
-from jaxinfer.models import ModelConfig, flat_parameters
+from jaxinfer.models import flat_parameters
 from jaxinfer.planning import (
     MemoryPlan,
     PlannedModel,
@@ -33,6 +33,7 @@ from jaxinfer.planning import (
     estimate_temporaries,
     make_plan,
     plan_model,
+    remedies,
 )
 from jaxinfer.sharding import (
     MESH_AXES,
@@ -71,7 +72,8 @@ def plan_memory(config: EngineConfig, topology: str, *, compiled: bool = True) -
             temporaries = dataclasses.replace(
                 temporaries, note=f"estimated from the widest activations: {error}"
             )
-    return make_plan(name, planned, devices, temporaries)
+    plan = make_plan(name, planned, devices, temporaries)
+    return dataclasses.replace(plan, remedies=remedies(plan, config, hf))
 
 
 def compiled_temporaries(
@@ -111,32 +113,13 @@ def main() -> None:
     model_config, layers = one_layer_of_each_kind(planned.model_config)
     planned = dataclasses.replace(planned, model_config=model_config)
     size, experts = planned.config.tensor_parallel_size, planned.config.expert_parallel
-    devices = CHIPS[topology.chip].mesh(size).devices
+    devices = CHIPS[topology.compiled_for].mesh(size).devices
     mesh = Mesh(np.array(devices).reshape(1, experts, -1), MESH_AXES)
     with targeting(mesh):
         found = temporaries_of(planned, mesh)
-    note = f"XLA's, compiled for {topology.chip} with layers {', '.join(map(str, layers))}"
+    which = ", ".join(f"{layer} for {count}" for layer, count in layers.items())
+    note = f"XLA's, compiled for {topology.compiled_for} with one layer of each kind: {which}"
     sys.stdout.write(json.dumps({"temporaries": found, "note": note}) + "\n")
-
-
-def one_layer_of_each_kind(config: ModelConfig) -> tuple[ModelConfig, list[int]]:
-    """Return a model of the first layer of each kind, and which these are."""
-    kinds: dict[Any, int] = {}
-    for i in range(config.num_hidden_layers):
-        kinds.setdefault((config.rope_of(i), config.window_of(i), config.is_routed(i)), i)
-    kept = list(kinds.values())
-
-    def of(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(values[i] for i in kept) if values else ()
-
-    reduced = dataclasses.replace(
-        config,
-        num_hidden_layers=len(kept),
-        ropes=of(config.ropes),
-        sliding_windows=of(config.sliding_windows),
-        moe_layers=of(config.moe_layers),
-    )
-    return reduced, kept
 
 
 def temporaries_of(planned: PlannedModel, mesh: Mesh) -> dict[str, int]:
@@ -148,8 +131,11 @@ def temporaries_of(planned: PlannedModel, mesh: Mesh) -> dict[str, int]:
     """
     model_config, shapes = planned.model_config, planned.shapes
     # Enough that no page array is mistaken for a temporary; arguments cost nothing.
-    shapes = dataclasses.replace(shapes, num_pages=max(shapes.num_pages, shapes.max_pages))
-    model, _ = abstract_model(model_config, shapes.dtype)
+    most = max(shapes.num_pages, shapes.max_pages)
+    shapes = dataclasses.replace(
+        shapes, num_pages=most, num_window_pages=most if shapes.windows else 0
+    )
+    model, _ = abstract_model(model_config, shapes.dtype, planned.config.quantization)
     divide_experts(model, mesh)
     parameters = flat_parameters(nnx.state(model))
     shardings = parameter_shardings(mesh, parameters)
@@ -157,7 +143,7 @@ def temporaries_of(planned: PlannedModel, mesh: Mesh) -> dict[str, int]:
         path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[path])
         for path, p in parameters.items()
     }
-    shape = cache_shape(model_config, (), shapes.page_size, shapes.page_dtype)
+    shape = cache_shape(model_config, shapes.windows, shapes.page_size, shapes.page_dtype)
     cache = jax.eval_shape(lambda: make_cache(shape, shapes.group_pages, (None, None)))
     cache = KVCache(
         _placed(cache.layers, page_sharding(mesh, model_config.num_key_value_heads)),

@@ -16,27 +16,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
+from jaxinfer.footprint import (
+    abstract_mesh,
+    estimated_temporaries,
+    num_parameters,
+    weight_bytes,
+)
 from jaxinfer.memory import DEVICE_SHARE
-from jaxinfer.model_source import ModelSource, abstract_model
-from jaxinfer.models import ModelConfig, family_of, flat_parameters, lay_out_heads
+from jaxinfer.model_source import ModelSource
+from jaxinfer.models import ModelConfig, family_of, lay_out_heads
 from jaxinfer.presets import PRESETS
-from jaxinfer.resolution import runner_config
+from jaxinfer.resolution import page_counts, runner_config
 from jaxinfer.sharding import (
-    MESH_AXES,
     check_experts,
     costs,
-    divide_experts,
     page_sharding,
-    parameter_shardings,
 )
 from jaxinfer.step_programs import RunnerConfig, cache_shape
 from pallas_kernels.aot import CHIPS
+
+VARIANTS: Mapping[str, tuple[str, int]] = {"h200": ("h100", 150_000_000_000)}
+"""Chips that differ from one that is compiled for in their memory only, and its bytes."""
+
+CHIP_NAMES = (*CHIPS, *VARIANTS)
+MIN_TOKENS = 256
+"""A shorter sequence is not worth proposing."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Topology:
     """Devices of one kind.
 
     Attributes:
-        chip: Name in `pallas_kernels.aot.CHIPS`.
+        chip: One of `CHIP_NAMES`.
         count: How many.
     """
 
@@ -59,9 +67,10 @@ class Topology:
             ConfigError: It is something else.
         """
         found = re.fullmatch(r"([a-z0-9_]+):([1-9]\d*)", text)
-        if not found or found[1] not in CHIPS:
+        if not found or found[1] not in CHIP_NAMES:
             raise ConfigError(
-                f"topology must be CHIP:COUNT with a chip of {', '.join(CHIPS)}, such as h100:8; "
+                f"topology must be CHIP:COUNT with a chip of {', '.join(CHIP_NAMES)}, such as "
+                "h100:8; "
                 f"got {text!r}"
             )
         return cls(found[1], int(found[2]))
@@ -69,7 +78,14 @@ class Topology:
     @property
     def memory_bytes(self) -> int:
         """Of one device."""
+        if self.chip in VARIANTS:
+            return VARIANTS[self.chip][1]
         return CHIPS[self.chip].memory_bytes
+
+    @property
+    def compiled_for(self) -> str:
+        """Name in `CHIPS` of the chip that runs the same programs."""
+        return VARIANTS[self.chip][0] if self.chip in VARIANTS else self.chip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,12 +123,16 @@ class MemoryPlan:
         num_parameters: Of the checkpoint, in all.
         weight_bytes: By kind of weight.
         temporaries: What programs need.
-        page_bytes: Of a page of tokens, over all layers.
+        page_bytes: Of a page of tokens that hold whole sequences, over all layers that see these.
         page_size: Tokens of a page.
-        num_pages: That fit, or that were asked for.
+        num_pages: Of these, that fit, or that were asked for.
+        windows: Sliding windows that have pages of their own.
+        window_page_bytes: Of a page of each window together.
+        num_window_pages: Pages of each window.
         max_model_len: Longest sequence.
         memory_bytes: That a device has.
         costs: What odd sizes cost, in words.
+        remedies: What would make room if it does not fit, in words.
     """
 
     model: str
@@ -128,9 +148,13 @@ class MemoryPlan:
     page_bytes: int
     page_size: int
     num_pages: int
+    windows: tuple[int, ...]
+    window_page_bytes: int
+    num_window_pages: int
     max_model_len: int
     memory_bytes: int
     costs: tuple[str, ...]
+    remedies: tuple[str, ...] = ()
 
     @property
     def total_weight_bytes(self) -> int:
@@ -138,7 +162,8 @@ class MemoryPlan:
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_pages * self.page_bytes
+        windows = self.num_window_pages * self.window_page_bytes
+        return self.num_pages * self.page_bytes + windows
 
     @property
     def free_bytes(self) -> int:
@@ -168,11 +193,13 @@ class PlannedModel:
     """A model and the shapes it would be served with.
 
     Attributes:
+        asked: Settings that say of pages what was asked for.
         config: Settings, resolved as far as the plan needs.
         model_config: Sizes, heads laid out.
         shapes: What the runner would serve; `num_pages` is not yet known.
     """
 
+    asked: EngineConfig
     config: EngineConfig
     model_config: ModelConfig
     shapes: RunnerConfig
@@ -206,40 +233,50 @@ def plan_model(config: EngineConfig, hf: Mapping[str, Any], topology: Topology) 
         ModelError: The config is of no model that is supported.
     """
     model_config = family_of(hf).translate(hf)
-    size = config.tensor_parallel_size
-    if size == 1:
-        size = topology.count
-    if topology.count % size:
+    replicas, size = config.data_parallel_size, config.tensor_parallel_size
+    if topology.count % replicas:
         raise ConfigError(
-            f"tensor_parallel_size={size} must divide the {topology.count} devices of the topology"
+            f"data_parallel_size={replicas} must divide the {topology.count} devices of the "
+            "topology"
+        )
+    if size == 1:
+        size = topology.count // replicas
+    if topology.count % (size * replicas):
+        raise ConfigError(
+            f"tensor_parallel_size={size} of data_parallel_size={replicas} replicas must divide "
+            f"the {topology.count} devices of the topology"
+        )
+    if config.quantization is not None and size > 1:
+        raise ConfigError(
+            f"quantization={config.quantization} is not supported on several devices yet: leave "
+            f"it out, or set data_parallel_size to {topology.count}"
+        )
+    longest = model_config.max_position_embeddings
+    if config.max_model_len and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the {longest} positions that the model "
+            "was made for"
         )
     experts = config.expert_parallel
     if experts == 1 and model_config.moe is not None:
         experts = math.gcd(model_config.moe.num_experts, size)
+    check_experts(model_config, size, experts)
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    config = dataclasses.replace(
+    asked = dataclasses.replace(
         config,
         tensor_parallel_size=size,
         expert_parallel=experts,
         dtype=dtype,
+        kernels="xla",
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        max_model_len=config.max_model_len or model_config.max_position_embeddings,
-        num_pages=config.num_pages or 1,
+        max_model_len=config.max_model_len or longest,
     )
-    if config.quantization is not None:
-        raise ConfigError("quantization is not supported on several devices yet; leave it out")
-    check_experts(model_config, size, experts)
-    assert config.max_model_len and config.num_pages
-    model_config = lay_out_heads(model_config, size).for_length(config.max_model_len)
-    # All layers are counted as those without a window: what they could need at most.
-    shapes = dataclasses.replace(runner_config(config, model_config), windows=())
-    return PlannedModel(config=config, model_config=model_config, shapes=shapes)
-
-
-def abstract_mesh(tensor_parallel_size: int, expert_parallel: int) -> jax.sharding.AbstractMesh:
-    """Return the mesh of one replica without its devices."""
-    sizes = (1, expert_parallel, tensor_parallel_size // expert_parallel)
-    return jax.sharding.AbstractMesh(sizes, MESH_AXES)
+    assert asked.max_model_len
+    model_config = lay_out_heads(model_config, size).for_length(asked.max_model_len)
+    # The shapes of programs need a number of pages; how many fit is not known yet.
+    config = dataclasses.replace(asked, num_pages=asked.num_pages or 1)
+    shapes = runner_config(config, model_config)
+    return PlannedModel(asked=asked, config=config, model_config=model_config, shapes=shapes)
 
 
 def make_plan(
@@ -249,26 +286,21 @@ def make_plan(
     config, model_config = planned.config, planned.model_config
     assert config.max_model_len
     mesh: Any = abstract_mesh(config.tensor_parallel_size, config.expert_parallel)
-    model, _ = abstract_model(model_config, config.dtype)
-    divide_experts(model, mesh)
-    parameters = flat_parameters(nnx.state(model))
-    weights: dict[str, int] = {}
-    for path, sharding in parameter_shardings(mesh, parameters).items():
-        p = parameters[path]
-        held = math.prod(sharding.shard_shape(p.shape)) * p.dtype.itemsize
-        kind = _kind(path)
-        weights[kind] = weights.get(kind, 0) + held
-    stored, _ = abstract_model(model_config.as_stored(), config.dtype)
-    in_all = sum(math.prod(p.shape) for p in flat_parameters(nnx.state(stored)).values())
-
-    shape = cache_shape(model_config, (), config.page_size, planned.shapes.page_dtype)
+    weights = weight_bytes(config, model_config)
+    windows = planned.shapes.windows
+    shape = cache_shape(model_config, windows, config.page_size, planned.shapes.page_dtype)
     K = model_config.num_key_value_heads
     (_, own_heads) = page_sharding(mesh, K).shard_shape((1, K))
-    page_bytes = dataclasses.replace(shape, num_kv_heads=own_heads).page_bytes(0)
+    shape = dataclasses.replace(shape, num_kv_heads=own_heads)
+    page_bytes = [shape.page_bytes(group) for group in range(1 + len(windows))]
     room = topology.memory_bytes - sum(weights.values()) - temporaries.largest
-    budget = config.kv_cache_memory_bytes or int(max(room, 0) * DEVICE_SHARE)
-    most = config.max_num_seqs * -(-config.max_model_len // config.page_size)
-    asked = config.num_pages if config.num_pages and config.num_pages > 1 else None
+    num_pages, num_window_pages = page_counts(
+        planned.asked,
+        windows,
+        planned.shapes.max_pages,
+        page_bytes,
+        lambda _: config.kv_cache_memory_bytes or int(max(room, 0) * DEVICE_SHARE),
+    )
     return MemoryPlan(
         model=name,
         topology=topology,
@@ -277,55 +309,60 @@ def make_plan(
         replicas=topology.count // config.tensor_parallel_size,
         dtype=config.dtype,
         kv_cache_dtype=config.kv_cache_dtype,
-        num_parameters=in_all,
+        num_parameters=num_parameters(model_config),
         weight_bytes=weights,
         temporaries=temporaries,
-        page_bytes=page_bytes,
+        page_bytes=page_bytes[0],
         page_size=config.page_size,
-        num_pages=asked or min(most, budget // page_bytes),
+        num_pages=num_pages,
+        windows=windows,
+        window_page_bytes=sum(page_bytes[1:]),
+        num_window_pages=num_window_pages if windows else 0,
         max_model_len=config.max_model_len,
         memory_bytes=topology.memory_bytes,
-        costs=(*costs(model_config, mesh), *_overestimates(model_config)),
+        costs=tuple(costs(model_config, mesh)),
     )
 
 
 def estimate_temporaries(planned: PlannedModel) -> Temporaries:
-    """Return a rough figure: a layer's widest arrays, and the sampler's passes over the logits."""
-    config, model_config = planned.config, planned.model_config
-    n, itemsize = config.tensor_parallel_size, jnp.dtype(config.dtype).itemsize
-    T, B, D = config.max_num_batched_tokens, config.max_num_seqs, model_config.hidden_size
-    N, H = model_config.num_attention_heads, model_config.head_dim
-    heads = 3 * N * H / n
-    wide = 2 * model_config.intermediate_size / n
-    if model_config.moe is not None:
-        moe = model_config.moe
-        shards = n // config.expert_parallel
-        visits = moe.num_experts_per_tok * (2 * moe.intermediate_size / shards + 2 * D)
-        wide = max(wide, visits)
-    # Sums are float32 before they are rounded.
-    backbone = T * (4 * D * itemsize + max(heads, wide) * (4 + itemsize))
-    # Logits, weights, times and random bits of the vocabulary's share.
-    sampler = 6 * 4 * B * model_config.vocab_size / n
+    """Return a rough figure."""
     return Temporaries(
-        by_program={"backbone": int(backbone), "sampler": int(sampler)},
+        by_program=estimated_temporaries(planned.config, planned.model_config),
         compiled=False,
         note="estimated from the widest activations; no compiler was asked",
     )
 
 
-def _overestimates(config: ModelConfig) -> list[str]:
-    """What is counted as more than it will be, in words."""
-    if not any(config.sliding_windows):
-        return []
-    return ["pages of layers with a sliding window are counted as if these saw everything"]
-
-
-def _kind(path: str) -> str:
-    """Which kind of weight a path names, for the table."""
-    if path.startswith(("embed", "lm_head", "positions")):
-        return "embedding and head"
-    if ".attention." in path:
-        return "attention"
-    if re.search(r"\.mlp\.(gate|up|down)(_bias)?$", path):
-        return "experts"
-    return "feed-forward" if ".mlp." in path else "norms"
+def remedies(plan: MemoryPlan, config: EngineConfig, hf: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return, in words, what would make room for a model that does not fit; () if it fits."""
+    if plan.fits:
+        return ()
+    found = []
+    size, count = plan.tensor_parallel_size, plan.topology.count
+    tokens = plan.num_pages * plan.page_size
+    if plan.free_bytes >= 0 and tokens >= MIN_TOKENS:
+        found.append(f"--max-model-len {tokens}, which the pages hold")
+    roomier = [
+        Topology(chip, count)
+        for chip in sorted(CHIP_NAMES, key=lambda chip: Topology(chip, 1).memory_bytes)
+        if Topology(chip, 1).memory_bytes > plan.memory_bytes
+    ]
+    more = [Topology(plan.topology.chip, count * factor) for factor in (2, 4, 8)]
+    for topologies in (roomier, more):
+        for topology in topologies:
+            wider = size * topology.count // count
+            # The experts are divided anew unless somebody said how.
+            asked = dataclasses.replace(config, tensor_parallel_size=wider)
+            planned = plan_model(asked, hf, topology)
+            if make_plan(plan.model, planned, topology, estimate_temporaries(planned)).fits:
+                found.append(f"{topology.count} x {topology.chip}")
+                break
+    if not found:
+        found.append("no chip that is known, nor 8 times as many: take a smaller model")
+    bytes_each = plan.total_weight_bytes * 1 // jnp.dtype(plan.dtype).itemsize
+    if bytes_each < plan.memory_bytes:
+        found.append(
+            f"not supported yet: all weights in one byte each, {bytes_each / 2**30:,.2f} GiB a "
+            "device"
+        )
+    return tuple(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxinfer.builtin_processors import find_processor
 from jaxinfer.config import EngineConfig
 from jaxinfer.cpu_kernels import BuildError, load_library
 from jaxinfer.errors import ConfigError
+from jaxinfer.footprint import estimated_temporaries, weight_bytes
 from jaxinfer.kv_cache import CacheShape
 from jaxinfer.memory import cache_bytes
 from jaxinfer.models import ModelConfig
@@ -45,16 +47,25 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
             "was made for"
         )
     wanted = config.max_model_len or longest
+    settled = dataclasses.replace(config, dtype=dtype, kernels=kernels)
+    page_shards = _page_shards(config, model_config)
+
+    def memory(one_sequence: int) -> int:
+        budget = config.kv_cache_memory_bytes or cache_bytes(
+            one_sequence, _held_bytes(settled, model_config)
+        )
+        # Page bytes are those of all devices together, as is what the budget buys.
+        return budget * page_shards
+
     while True:
         pages_each = -(-wanted // config.page_size)
         windows = model_config.windows_within(wanted)
         shape = cache_shape(model_config, windows, config.page_size, page_dtype(kv_cache_dtype))
         page_bytes = [shape.page_bytes(group) for group in range(1 + len(windows))]
         attention = _attention(config, dtype, shape)
-        page_shards = _page_shards(config, model_config)
         num_pages, num_window_pages = (
             _within_reach(count, config, attention, shape)
-            for count in _page_counts(config, windows, pages_each, page_bytes, page_shards)
+            for count in page_counts(config, windows, pages_each, page_bytes, memory)
         )
         if num_pages >= pages_each:
             break
@@ -79,6 +90,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         kv_cache_dtype=kv_cache_dtype,
         kernels=kernels,
         max_model_len=wanted,
+        max_num_mixed_tokens=_mixed_tokens(config, platform),
         num_pages=num_pages,
         num_window_pages=num_window_pages if windows else config.num_window_pages,
     )
@@ -95,6 +107,18 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     return resolved
 
 
+MIXED_TOKENS_CPU = 128
+"""Where a step of as many tokens as elsewhere takes a quarter of a second."""
+
+
+def _mixed_tokens(config: EngineConfig, platform: str) -> int:
+    """Return how many tokens a step may have in which sequences decode."""
+    most = config.max_num_batched_tokens
+    if config.deterministic or platform != "cpu":
+        return config.max_num_mixed_tokens or most
+    return config.max_num_mixed_tokens or min(most, max(MIXED_TOKENS_CPU, 2 * config.max_num_seqs))
+
+
 DETERMINISTIC_TOKENS = 32
 """Fewest tokens of a deterministic step: so many rows XLA multiplies all alike."""
 
@@ -104,7 +128,11 @@ def _deterministic(config: EngineConfig) -> EngineConfig:
     rows = max(DETERMINISTIC_TOKENS, config.max_num_seqs)
     logger.info("deterministic: every step computes %d tokens", rows)
     return dataclasses.replace(
-        config, max_num_seqs=rows, max_num_batched_tokens=rows, num_decode_steps=1
+        config,
+        max_num_seqs=rows,
+        max_num_batched_tokens=rows,
+        max_num_mixed_tokens=rows,
+        num_decode_steps=1,
     )
 
 
@@ -208,12 +236,20 @@ def _page_shards(config: EngineConfig, model_config: ModelConfig) -> int:
     return 1 if model_config.num_key_value_heads % n else n
 
 
-def _page_counts(
+def _held_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return bytes of one device that are no KV pages."""
+    if jax.default_backend() == "cpu":
+        return 0  # counting takes a second, and `cache_bytes` does not ask
+    temporaries = estimated_temporaries(config, model_config)
+    return sum(weight_bytes(config, model_config).values()) + max(temporaries.values())
+
+
+def page_counts(
     config: EngineConfig,
     windows: tuple[int, ...],
     pages_each: int,
     page_bytes: list[int],
-    page_shards: int,
+    memory: Callable[[int], int],
 ) -> tuple[int, int]:
     """Return how many pages whole sequences get, and how many each window gets.
 
@@ -226,7 +262,8 @@ def _page_counts(
         windows: Of the model.
         pages_each: Pages of a sequence of full length.
         page_bytes: By group.
-        page_shards: Devices that share a page.
+        memory: Bytes that a sequence of full length needs → bytes for all pages. Not called if the
+            settings say how many pages there are.
     """
     longest = max(windows, default=0)
     chunk = config.max_num_batched_tokens
@@ -239,11 +276,7 @@ def _page_counts(
         return num_pages, num_window_pages or min(most_window, num_pages)
 
     one_page, one_window_page = page_bytes[0], sum(page_bytes[1:])
-    budget = config.kv_cache_memory_bytes or cache_bytes(
-        pages_each * one_page + window_each * one_window_page
-    )
-    # Page bytes are those of all devices together, as is what the budget buys.
-    budget *= page_shards
+    budget = memory(pages_each * one_page + window_each * one_window_page)
     if windows and num_window_pages is None:
         share = max(budget // 2, budget - most * one_page) // one_window_page
         num_window_pages = min(most_window, max(window_each, share))

@@ -49,6 +49,7 @@ class Scheduler:
         window_pools: Sequence[WindowPool] = (),
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_mixed_tokens: int | None = None,
         policy: str = "fcfs",
         max_waiting: int | None = None,
     ):
@@ -58,6 +59,7 @@ class Scheduler:
         self.pages = PageGroups(page_pool, window_pools)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_mixed_tokens = max_num_mixed_tokens or max_num_batched_tokens
         self.policy = policy
         self.max_waiting = max_waiting
         self.num_preemptions = 0
@@ -147,7 +149,11 @@ class Scheduler:
         # Running requests first, best first. Each is sure of one token, so that nobody stops
         # decoding while a long prompt catches up; the spare ones go to the best. Pages are taken
         # from the worst, off the end of this list: who stands in the plan never loses them.
-        spare = self.max_num_batched_tokens - len(self._running)
+        # Beside those that decode prompts take small steps: a decoding request waits for the whole.
+        most = self.max_num_batched_tokens
+        if any(request.num_lagging_tokens == 1 for request in self._running):
+            most = self.max_num_mixed_tokens
+        spare = most - len(self._running)
         page_size, has_chunks = self.page_pool.page_size, False
         for request in self._running:
             num_new_tokens = request.num_lagging_tokens

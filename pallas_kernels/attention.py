@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.capability import GENERATIONS, Problem, choose, current_device
 from pallas_kernels.ragged_batch import RaggedBatch
@@ -30,6 +31,7 @@ def paged_attention(
     sinks: Float[Array, " N"] | None = None,
     k_scales: Float[Array, "num_pages K page_size"] | None = None,
     v_scales: Float[Array, "num_pages K page_size"] | None = None,
+    max_query_len: int = 1,
     deterministic: bool = False,
     impl: str = "auto",
 ) -> Float[Array, "T N H"]:
@@ -53,6 +55,9 @@ def paged_attention(
             arXiv:2309.17453).
         k_scales: float32; each key is the stored one times its scale.
         v_scales: float32; each value is the stored one times its scale.
+        max_query_len: Most tokens of a decode row, at least 1. With more than 1 the batch's decode
+            rows may have 1 to so many, as when drafts are verified: their keys are divided among
+            programs, which those of a chunk are not.
         deterministic: Make a row's result bitwise the same whatever the other rows and the padded
             sizes are, at the cost of dividing work less evenly.
         impl: One of `capability.IMPLEMENTATIONS`.
@@ -62,7 +67,10 @@ def paged_attention(
 
     Raises:
         NotImplementedError: The forced implementation cannot do this on this device.
+        ValueError: `max_query_len` is less than 1.
     """
+    if max_query_len < 1:
+        raise ValueError(f"{max_query_len=} must be at least 1: decode rows have tokens")
     device = current_device()
     optional = {"sinks": sinks, "k_scales": k_scales, "v_scales": v_scales}
     return _paged_attention(
@@ -76,6 +84,7 @@ def paged_attention(
             ("sliding_window", sliding_window),
             ("logit_softcap", logit_softcap),
         ),
+        max_query_len=max_query_len,
         deterministic=deterministic,
         impl=choose(impl, device, Problem.of(q, k_pages)),
         # Interpreted kernels are cut up as for the newest GPU that has been measured.
@@ -85,7 +94,7 @@ def paged_attention(
 
 # jitted so that a model's layers, which all call it with the same shapes, share one trace: 0.3 s
 # instead of 1.2 s to lower 30 layers.
-@partial(jax.jit, static_argnames=("rule", "deterministic", "impl", "generation"))
+@partial(jax.jit, static_argnames=("rule", "max_query_len", "deterministic", "impl", "generation"))
 def _paged_attention(
     q: Array,
     k_pages: Array,
@@ -94,19 +103,24 @@ def _paged_attention(
     optional: dict[str, Array],
     *,
     rule: tuple[tuple[str, Any], ...],
+    max_query_len: int,
     deterministic: bool,
     impl: str,
     generation: str,
 ) -> Array:
     how: dict[str, Any] = {**dict(rule), **optional}
     if impl == "xla":
-        # Always deterministic: its blocks of keys are the same for every row.
+        # Always deterministic: its blocks of keys are the same for every row. It has no use for
+        # rows that are a little longer than one token, and takes them as chunks.
+        if max_query_len > 1:
+            batch = batch._replace(num_decode_rows=jnp.zeros_like(batch.num_decode_rows))
         return xla_paged_attention(q, k_pages, v_pages, batch, **how)
     key = TileKey.of(generation, q.shape[2], q.dtype, k_pages.dtype)
     paged_decode, paged_prefill = _kernels(impl, key)
     with jax.named_scope("decode_rows"):
         split_len = FIXED_SPLIT_LEN if deterministic else None
-        out = paged_decode(q, k_pages, v_pages, batch, split_len=split_len, **how)
+        sizes = {"max_query_len": max_query_len, "split_len": split_len}
+        out = paged_decode(q, k_pages, v_pages, batch, **sizes, **how)
     if q.shape[0] == 1:
         return out
     with jax.named_scope("chunk_tiles"):

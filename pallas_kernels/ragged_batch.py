@@ -25,7 +25,7 @@ class RaggedBatch(NamedTuple):
         query_start_loc: int32 [B + 1]. Row i owns tokens [query_start_loc[i],
             query_start_loc[i + 1]); unused rows are empty.
         num_decode_rows: int32 []. Rows [0, num_decode_rows) have exactly one token: row i has
-            token i.
+            token i. Only where attention is told of a `max_query_len`, they may have up to so many.
         num_rows: int32 []. Rows in use.
     """
 
@@ -42,9 +42,9 @@ def slot_coordinates(slot_mapping: Int[Array, " T"], page_size: int) -> tuple[Ar
 
 
 def tile_starts(batch: RaggedBatch, block_q: int) -> Int[Array, " B_plus_1"]:
-    """Number the tiles of `block_q` consecutive tokens that cover the rows longer than one token.
+    """Number the tiles of `block_q` consecutive tokens that cover the rows behind the decode rows.
 
-    Returns int32 [B + 1]: row i owns tiles [starts[i], starts[i+1]); one-token rows own none.
+    Returns int32 [B + 1]: row i owns tiles [starts[i], starts[i+1]); decode rows own none.
     """
     lengths = jnp.diff(batch.query_start_loc)
     is_chunk = jnp.arange(lengths.shape[0]) >= batch.num_decode_rows

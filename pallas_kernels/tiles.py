@@ -126,7 +126,9 @@ def default_prefill_tiles(key: TileKey) -> PrefillTiles:
     scaled = key.kv_dtype in SCALED_DTYPES
     if "float32" in (key.dtype, key.kv_dtype):
         # Multiplied in three passes, from operands that are split in registers.
-        rows = 32 if wide and key.kv_dtype == key.dtype else 16
+        # With a window, a cap and sinks a B200 has no registers for 32 rows of more than 192.
+        large = wide and not (key.generation == "sm_100" and key.head_dim > 192)
+        rows = 32 if large and key.kv_dtype == key.dtype else 16
         # Before Hopper the compiler gives each of 256 threads half as many registers.
         num_warps = 8 if wide or (scaled and key.generation not in ("sm_80", "sm_89")) else 4
         return sizes(block_q=rows, block_k=16, num_warps=num_warps, num_stages=1)

@@ -13,6 +13,7 @@ from jaxinfer.cpu_kernels.linear import (
     linear,
     reference_linear,
 )
+from jaxinfer.cpu_kernels.memory import LargePages, renew_in_large_pages
 from jaxinfer.cpu_kernels.packing import (
     FORMATS,
     interleave,
@@ -26,6 +27,7 @@ __all__ = [
     "FORMATS",
     "GATES",
     "BuildError",
+    "LargePages",
     "Library",
     "embed",
     "int8_matmul",
@@ -37,6 +39,7 @@ __all__ = [
     "paged_attention",
     "quantize_rows",
     "reference_linear",
+    "renew_in_large_pages",
     "unpack",
     "write_and_attend",
 ]

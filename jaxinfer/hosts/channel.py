@@ -1,104 +1,41 @@
 """Connections between the leading process and those that follow, and who of them is still there.
 
-The leader sends; followers answer each message with one byte once they have carried it out. So an
-end of the connection tells of a process that died, and an answer that stays out of one that hangs.
-Within `timeout_s` either side knows, and gives up: nobody goes on without the others.
+The leader sends; followers answer each message with one byte once they have carried it out, and a
+ping at once, whatever their devices do. So an end of the connection tells of a process that died,
+and silence of one that hangs. Within `timeout_s` either side knows, and gives up: nobody goes on
+without the others.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import queue
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
-from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, HostLostError
 from jaxinfer.hosts.messages import Decoder, Encoder, Message
 
 logger = logging.getLogger(__name__)
 
-PING, STOP = "ping", "stop"
+PING, STOP, WELCOME, REFUSED = "ping", "stop", "welcome", "refused"
 PINGS_PER_TIMEOUT = 4
 CONNECT_TIMEOUT_S = 60.0
-# A program that is compiled on first use keeps everybody waiting.
-COMPILING_FACTOR = 10
-_ANSWER = b"\x06"
-_SECRET_WORDS = 4
-
-
-def join(config: EngineConfig) -> Leader | Follower:
-    """Meet the other processes, and return this one's side of the channel.
-
-    Has to come before anything touches a device. Waits for all of them.
-
-    Raises:
-        ConfigError: The settings do not go together, or with the devices of all hosts.
-    """
-    check_hosts(config)
-    # A process that is lost must not take this one with it: there are requests to be answered.
-    jax.config.update("jax_enable_recoverability", True)
-    # It would take SIGTERM away from the server, which drains on it.
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(config.coordinator_address, config.num_hosts, config.host_rank)
-    if jax.device_count() != config.tensor_parallel_size:
-        raise ConfigError(
-            f"tensor_parallel_size={config.tensor_parallel_size} must be the number of all "
-            f"devices, {jax.device_count()} on {config.num_hosts} hosts: each host holds a part "
-            "of the model"
-        )
-    assert config.coordinator_address, "checked by the config"
-    host = config.coordinator_address.rsplit(":", 1)[0].strip("[]")
-    if config.host_rank:
-        port, *secret = multihost_utils.broadcast_one_to_all(_words()).tolist()
-        return Follower(host, port, bytes(np.array(secret, np.uint32)), config)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family) as listener:
-        words = _words(listener.getsockname()[1], np.frombuffer(secrets.token_bytes(16), np.uint32))
-        multihost_utils.broadcast_one_to_all(words)
-        return Leader(listener, bytes(words[1:]), config.num_hosts - 1, _timeout_s(config))
-
-
-def _timeout_s(config: EngineConfig) -> float:
-    return config.host_timeout_s * (1 if config.warmup else COMPILING_FACTOR)
-
-
-def check_hosts(config: EngineConfig) -> None:
-    """Refuse settings of hosts that do not go together.
-
-    Raises:
-        ConfigError: Says which.
-    """
-    if config.host_rank >= config.num_hosts:
-        raise ConfigError(
-            f"host_rank must lie in [0, num_hosts), got {config.host_rank} of {config.num_hosts}"
-        )
-    if ":" not in (config.coordinator_address or ""):
-        raise ConfigError(
-            f"num_hosts={config.num_hosts} needs coordinator_address, HOST:PORT of host 0, got "
-            f"{config.coordinator_address!r}"
-        )
-    if config.data_parallel_size > 1:
-        raise ConfigError(
-            f"data_parallel_size={config.data_parallel_size} on num_hosts={config.num_hosts} is "
-            "not supported: start one such group for each replica, and a router in front"
-        )
-
-
-def _words(port: int = 0, secret: np.ndarray | None = None) -> np.ndarray:
-    words = np.zeros(1 + _SECRET_WORDS, np.uint32)
-    words[0] = port
-    if secret is not None:
-        words[1:] = secret
-    return words
+# Reading weights and compiling may keep a process from everything else for a while.
+LOADING_FACTOR = 10
+EXIT_LEADER_LOST = 1
+SECRET_BYTES = 16
+_HELLO = struct.Struct("<I")
+_DONE, _HERE, _FAILED = b"\x06", b"\x05", b"\x15"
+_LENGTH = struct.Struct("<I")
 
 
 class Leader:
@@ -106,40 +43,75 @@ class Leader:
 
     Args:
         listener: Where followers connect.
-        secret: What they have to say first, 16 bytes; it reached them through the devices.
+        secret: What they have to say first, behind their rank: 16 bytes.
         num_followers: Waited for.
-        timeout_s: An answer that stays out for longer means that a host hangs.
+        timeout_s: A host that is silent for longer hangs.
+        call_timeout_s: So does one whose devices take longer for a call; None for the same.
+        welcome: What each follower is told first.
+
+    Raises:
+        HostLostError: Somebody does not come.
     """
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, num_followers: int, timeout_s: float
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        num_followers: int,
+        timeout_s: float,
+        *,
+        call_timeout_s: float | None = None,
+        welcome: str = "",
     ):
         self.timeout_s = timeout_s
+        self.call_timeout_s = timeout_s if call_timeout_s is None else call_timeout_s
         self.lost: HostLostError | None = None
         self._changed = threading.Condition()  # guards what is known of the followers
         self._sending = threading.Lock()
         self._encoder = Encoder()
         self._closed = threading.Event()
         self._followers: list[_Peer] = []
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
-        while len(self._followers) < num_followers:
-            listener.settimeout(max(0.1, deadline - time.monotonic()))
-            connection, address = listener.accept()
-            connection.settimeout(timeout_s)
-            try:
-                known = secrets.compare_digest(_read(connection, len(secret) + 4)[4:], secret)
-            except OSError:
-                known = False
-            if not known:
-                logger.warning("%s is none of the hosts", address[0])
-                connection.close()
-                continue
-            self._followers.append(_Peer(connection, f"{address[0]}:{address[1]}"))
+        self._admit(listener, secret, num_followers)
         for i, peer in enumerate(self._followers):
             threading.Thread(
                 target=self._listen, args=(peer,), name=f"jaxinfer-host-{i}", daemon=True
             ).start()
+        self.send(Message(WELCOME, text=welcome))
         threading.Thread(target=self._watch, name="jaxinfer-hosts", daemon=True).start()
+
+    def _admit(self, listener: socket.socket, secret: bytes, num_followers: int) -> None:
+        """Wait for the followers, one of each rank; show out whoever is none."""
+        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        ranks: set[int] = set()
+        while len(ranks) < num_followers:
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                connection, address = listener.accept()
+            except TimeoutError:
+                raise HostLostError(
+                    f"{num_followers - len(ranks)} of {num_followers} other hosts did not connect "
+                    f"within {CONNECT_TIMEOUT_S:g} s; start all hosts again"
+                ) from None
+            connection.settimeout(self.timeout_s)
+            try:
+                hello = _patiently(connection, _HELLO.size + len(secret), _give_up)
+                known = secrets.compare_digest(hello[_HELLO.size :], secret)
+            except OSError:
+                hello, known = b"", False
+            if not known:
+                logger.warning("%s is none of the hosts", address[0])
+                connection.close()
+                continue
+            (rank,) = _HELLO.unpack(hello[: _HELLO.size])
+            if rank in ranks:
+                why = f"host_rank {rank} is here already: give each host a rank of its own"
+                logger.warning("%s: %s", address[0], why)
+                answer = Encoder().encode(Message(REFUSED, text=why))
+                _try(lambda c=connection, data=answer: c.sendall(data))
+                connection.close()
+                continue
+            ranks.add(rank)
+            self._followers.append(_Peer(connection, f"{address[0]}:{address[1]}"))
 
     def send(self, message: Message) -> None:
         """Tell all followers; does not wait for their answers.
@@ -151,8 +123,9 @@ class Leader:
         with self._sending:
             data = self._encoder.encode(message)
             for peer in self._followers:
-                with self._changed:
-                    peer.unanswered.append(time.monotonic())
+                if message.word not in (PING, WELCOME):
+                    with self._changed:
+                        peer.unanswered.append(time.monotonic())
                 try:
                     peer.connection.sendall(data)
                 except OSError as error:
@@ -170,8 +143,35 @@ class Leader:
                 lambda: self.lost or not any(peer.unanswered for peer in self._followers)
             )
             for peer in self._followers:
-                peer.ready = True
+                peer.ready, peer.last_answer = True, time.monotonic()
         self.check()
+
+    def watched[Result](self, call: Callable[[], Result]) -> Result:
+        """Return what the call returns, unless a host is lost first: the call is then left behind.
+
+        For calls that wait for all hosts inside XLA, where nothing interrupts them.
+
+        Raises:
+            HostLostError: A host is lost.
+        """
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:  # raised where it is waited for
+                future.set_exception(error)
+            with self._changed:
+                self._changed.notify_all()
+
+        threading.Thread(target=run, name="jaxinfer-watched", daemon=True).start()
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost or future.done())
+        if self.lost is not None:
+            # jax would wait at the end for those who never come. Registered last, called first.
+            atexit.register(os._exit, 1)
+            self.check()
+        return future.result()
 
     def check(self) -> None:
         """Raise `HostLostError` if somebody is missing."""
@@ -204,14 +204,23 @@ class Leader:
             _try(lambda peer=peer: peer.connection.shutdown(socket.SHUT_WR))
 
     def _listen(self, peer: _Peer) -> None:
-        """Count a follower's answers until it closes the connection."""
-        while answers := _answers(peer.connection):
-            with self._changed:
-                for _ in answers:
-                    peer.unanswered.popleft()
-                peer.last_answer = time.monotonic()
-                self._changed.notify_all()
-        self.lose(f"the host at {peer.address} has ended")
+        """Take a follower's answers until it closes the connection."""
+        why = "has ended"
+        try:
+            while why == "has ended":
+                answer = _patiently(peer.connection, 1)
+                with self._changed:
+                    peer.last_answer = time.monotonic()
+                    if answer == _DONE:
+                        peer.unanswered.popleft()
+                        self._changed.notify_all()
+                if answer == _FAILED:
+                    (length,) = _LENGTH.unpack(_patiently(peer.connection, _LENGTH.size))
+                    words = _patiently(peer.connection, length).decode("utf-8", "replace")
+                    why = f"cannot go on: {words}"
+        except OSError:
+            pass
+        self.lose(f"the host at {peer.address} {why}")
         peer.connection.close()
 
     def _watch(self) -> None:
@@ -219,16 +228,24 @@ class Leader:
         while not self._closed.wait(self.timeout_s / PINGS_PER_TIMEOUT) and self.lost is None:
             now = time.monotonic()
             with self._changed:
-                silent = [peer for peer in self._followers if peer.silent_s(now) > self.timeout_s]
-            if silent:
-                self.lose(
-                    f"the host at {silent[0].address} hangs: no answer for {self.timeout_s:g} s"
-                )
-                return
+                late = [(peer, self._late(peer, now)) for peer in self._followers]
+            for peer, seconds in late:
+                if seconds is not None:
+                    self.lose(f"the host at {peer.address} hangs: no answer for {seconds:g} s")
+                    return
             try:
                 self.send(Message(PING))
             except HostLostError:
                 return
+
+    def _late(self, peer: _Peer, now: float) -> float | None:
+        """Return for how long a peer that hangs has given no answer, None if it does not hang."""
+        patience = self.timeout_s * (1 if peer.ready else LOADING_FACTOR)
+        if now - peer.last_answer > patience:
+            return patience
+        if peer.ready and peer.unanswered and now - peer.unanswered[0] > self.call_timeout_s:
+            return self.call_timeout_s
+        return None
 
 
 class _Peer:
@@ -242,11 +259,6 @@ class _Peer:
         self.last_answer = time.monotonic()
         self.ready = False  # while it loads and compiles, it may be silent
 
-    def silent_s(self, now: float) -> float:
-        if not self.unanswered or not self.ready:
-            return 0.0
-        return now - max(self.unanswered[0], self.last_answer)
-
 
 class Follower:
     """A following process's side.
@@ -255,59 +267,139 @@ class Follower:
         host: The leader's.
         port: The leader's.
         secret: See `Leader`.
-        config: This process's settings.
+        rank: This process's number.
+        timeout_s: A leader that is silent for longer hangs.
+
+    Raises:
+        ConfigError: The leader takes nobody, or not this one.
     """
 
-    def __init__(self, host: str, port: int, secret: bytes, config: EngineConfig):
-        self.config = config
-        self._connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+    def __init__(self, host: str, port: int, secret: bytes, rank: int, timeout_s: float):
+        self.timeout_s = timeout_s
+        try:
+            self._connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
+        except OSError as error:
+            raise ConfigError(
+                f"host 0 takes no more hosts ({error}): is host_rank={rank} started twice, or "
+                f"port {port} of {host} closed to this host?"
+            ) from error
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection.sendall(config.host_rank.to_bytes(4, "little") + secret)
-        self._decoder = Decoder(lambda num_bytes: _read(self._connection, num_bytes))
-        self._connection.settimeout(None)
+        self._decoder = Decoder(self._read)
+        self._patience_s = CONNECT_TIMEOUT_S
+        self._sending = threading.Lock()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._send(_HELLO.pack(rank) + secret)
+        first = self.receive()
+        if first.word != WELCOME:
+            self._connection.close()
+            raise ConfigError(f"host 0 refuses this one: {first.text}")
+        self.welcome = first.text
 
     def receive(self) -> Message:
-        """Return the next message.
+        """Return the next message that is no ping; pings are answered.
 
         Raises:
             HostLostError: The leader ended, or has been silent for too long.
         """
         try:
-            return self._decoder.decode()
+            while (message := self._decoder.decode()).word == PING:
+                self._send(_HERE)
+            return message
         except TimeoutError:
-            why = f"has been silent for {_timeout_s(self.config):g} s"
+            why = f"has been silent for {self._patience_s:g} s"
         except OSError as error:
             why = f"has ended ({error})"
         raise HostLostError(f"host 0 {why}; start all hosts again")
 
+    def listen(self, on_lost: Callable[[HostLostError], object] | None = None) -> None:
+        """From now on receive in a thread, so that pings are answered whatever else is done.
+
+        Args:
+            on_lost: Called if the leader is lost; None ends the process, for the call under way may
+                never come back.
+        """
+        self._patience_s = self.timeout_s * LOADING_FACTOR
+        threading.Thread(
+            target=self._listen, args=(on_lost or _end,), name="jaxinfer-leader", daemon=True
+        ).start()
+
+    def next(self) -> Message:
+        """Return the next message that the thread received."""
+        return self._messages.get()
+
     def expect_pings(self) -> None:
-        """From now on silence means that the leader hangs."""
-        self._connection.settimeout(_timeout_s(self.config))
+        """From now on silence means that the leader hangs: it has loaded."""
+        self._patience_s = self.timeout_s
 
     def answer(self) -> None:
         """Say that a message was carried out; a leader that is gone is noticed elsewhere."""
-        _try(lambda: self._connection.sendall(_ANSWER))
+        self._send(_DONE)
+
+    def fail(self, why: str) -> None:
+        """Say why this process cannot go on."""
+        words = why.encode()
+        self._send(_FAILED + _LENGTH.pack(len(words)) + words)
 
     def close(self) -> None:
         """Leave. A second call is harmless."""
         self._connection.close()
 
+    def _send(self, data: bytes) -> None:
+        with self._sending:
+            _try(lambda: self._connection.sendall(data))
 
-def _answers(connection: socket.socket) -> bytes:
-    """Return what a follower has answered, b"" once it is gone. Silence is noticed elsewhere."""
-    while True:
-        try:
-            return connection.recv(4096)
-        except TimeoutError:
-            continue
-        except OSError:
-            return b""
+    def _read(self, num_bytes: int) -> bytes:
+        """Return so many bytes.
+
+        Raises:
+            OSError: The connection was closed, or silent for too long.
+        """
+        # Looks up now and then, for patience may change while it waits.
+        self._connection.settimeout(self.timeout_s / PINGS_PER_TIMEOUT)
+        last = time.monotonic()
+
+        def wait_on() -> None:
+            if time.monotonic() - last > self._patience_s:
+                raise TimeoutError
+
+        return _patiently(self._connection, num_bytes, wait_on)
+
+    def _listen(self, on_lost: Callable[[HostLostError], object]) -> None:
+        while True:
+            try:
+                message = self.receive()
+            except HostLostError as error:
+                on_lost(error)
+                return
+            self._messages.put(message)
+            if message.word == STOP:
+                return
 
 
-def _read(connection: socket.socket, num_bytes: int) -> bytes:
+def _give_up() -> None:
+    raise TimeoutError
+
+
+def _end(error: HostLostError) -> None:
+    logger.critical("%s", error)
+    os._exit(EXIT_LEADER_LOST)
+
+
+def _patiently(
+    connection: socket.socket, num_bytes: int, on_silence: Callable[[], None] = lambda: None
+) -> bytes:
+    """Return so many bytes; whether silence lasts too long is decided elsewhere.
+
+    Raises:
+        OSError: The connection was closed; or what `on_silence` raises.
+    """
     parts = []
     while num_bytes:
-        part = connection.recv(min(num_bytes, 2**20))
+        try:
+            part = connection.recv(min(num_bytes, 2**20))
+        except TimeoutError:
+            on_silence()
+            continue
         if not part:
             raise ConnectionError("the connection was closed")
         parts.append(part)

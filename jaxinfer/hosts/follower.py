@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import queue
-import threading
-
-from jaxinfer.errors import HostLostError
-from jaxinfer.hosts.channel import PING, STOP, Follower
+from jaxinfer.hosts.channel import STOP, Follower
 from jaxinfer.hosts.messages import Message
 from jaxinfer.model_runner import Hidden, ModelRunner
 from jaxinfer.sampling_batch import PackedSampling
 
-logger = logging.getLogger(__name__)
-
-EXIT_LEADER_LOST = 1
-
 
 def replay(runner: ModelRunner, channel: Follower) -> None:
-    """Make calls until the leader says that it is over.
-
-    A leader that is lost ends the process, for the call under way may never come back.
-    """
+    """Make calls until the leader says that it is over."""
     channel.expect_pings()
-    messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    threading.Thread(
-        target=_receive, args=(channel, messages), name="jaxinfer-leader", daemon=True
-    ).start()
     hidden: Hidden | None = None
-    while (message := messages.get()).word != STOP:
+    while (message := channel.next()).word != STOP:
         hidden = call(runner, message, hidden)
         channel.answer()
 
@@ -45,8 +28,6 @@ def call(runner: ModelRunner, message: Message, hidden: Hidden | None) -> Hidden
             assert packed is not None and limits is not None and rows is not None
             sampling = PackedSampling(rows=rows, bias=bias, allowed=allowed)
             runner.call_decode(number, packed, limits, sampling)
-            return hidden
-        case word if word == PING:
             return hidden
     assert hidden is not None, f"{message.word} comes after a backbone"
     match message.word:
@@ -66,15 +47,3 @@ def call(runner: ModelRunner, message: Message, hidden: Hidden | None) -> Hidden
         case _:
             raise AssertionError(f"unknown message {message.word!r}: versions differ")
     return hidden
-
-
-def _receive(channel: Follower, messages: queue.SimpleQueue[Message]) -> None:
-    while True:
-        try:
-            message = channel.receive()
-        except HostLostError as error:
-            logger.critical("%s", error)
-            os._exit(EXIT_LEADER_LOST)
-        messages.put(message)
-        if message.word == STOP:
-            return

@@ -44,7 +44,7 @@ class LeadingRunner(ModelRunner):
 
     def __init__(self, *args: Any, channel: Leader):
         self._channel = channel
-        self._timeout_s = channel.timeout_s
+        self._timeout_s = channel.call_timeout_s
         self._calls: queue.SimpleQueue[tuple[Future, Callable[[], Any]] | None] = (
             queue.SimpleQueue()
         )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import uvicorn
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import ConfigError, JaxinferError
+from jaxinfer.errors import ConfigError, HostLostError, JaxinferError
 from jaxinfer.server.access_log import configure_logging
 from jaxinfer.server.app import create_app
 from jaxinfer.server.connection import connection_class
@@ -273,6 +273,8 @@ def _finish(state: ServerState, loading: _Loading) -> None:
     """Stop the engine and end the process with the right code."""
     if loading.error is not None:
         _report_load_failure(loading.error)
+        if isinstance(loading.error, HostLostError):
+            _exit_now(EXIT_LOAD_FAILED)  # what waits for the lost host waits for ever
         raise SystemExit(EXIT_LOAD_FAILED)
     if loading.is_alive():
         _exit_now(0)

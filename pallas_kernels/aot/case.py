@@ -52,7 +52,9 @@ class Case:
         chips: Names in `CHIPS`.
         num_devices: Chips in the mesh.
         matrix: By kernel, the matrix instruction by chip that it must use.
-        default: Part of the default test run; the rest takes longer than it may.
+        default: Part of the docs' table.
+        sample: Of those cases, the chips that the default test run compiles for: all would take
+            longer than it may. None for all.
     """
 
     name: str
@@ -62,6 +64,11 @@ class Case:
     num_devices: int = 1
     matrix: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     default: bool = True
+    sample: Sequence[str] | None = None
+
+    def is_sampled(self, chip: str) -> bool:
+        """Whether the default test run compiles it for this chip."""
+        return self.default and (self.sample is None or chip in self.sample)
 
 
 def cases_of(module: str) -> dict[str, Case]:

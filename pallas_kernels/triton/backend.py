@@ -88,7 +88,8 @@ def exp2(x: Array, *, interpret: bool = False) -> Array:
 def reciprocal(x: Array, *, interpret: bool = False) -> Array:
     """Return 1 / x for float32 as the hardware has it, off by one unit in the last place.
 
-    A division calls a subroutine, and the registers that are in use then have to be saved.
+    A division calls a subroutine, and the registers that are in use then have to be saved: some
+    chips spill. For arrays only; a scalar has to be broadcast.
     """
     return 1 / x if interpret else _instruction("rcp.approx.ftz.f32", x)
 

@@ -143,10 +143,8 @@ def paged_decode(
         )(*inputs)
         inputs = (*parts, *rows)
         last, name, grid = combine_kernel, "paged_decode_combine", (num_rows * max_query_len, N)
-        # 16 splits × 32 numbers a warp; with twice as many, or with as many in 8 warps, some chips
-        # run out of registers.
-        per_warp = 32 if shape.padded_dim <= 128 else 16
-        sizes = {"num_warps": max(1, shape.padded_dim // per_warp), "num_stages": 1}
+        # 16 splits × 16 numbers a warp; with twice as many some chips run out of registers.
+        sizes = {"num_warps": max(1, shape.padded_dim // 16), "num_stages": 1}
     inputs = (*inputs, sinks, base)
     return backend.call(
         partial(last, shape=shape),

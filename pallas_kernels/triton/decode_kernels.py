@@ -93,7 +93,7 @@ def whole_kernel(
         # Tokens of no row are written, too: they get zeros.
         tile = Tile.of(jnp.int32(0), head, 1, shape)
     sinks = None if sinks_ref is None else load(sinks_ref, (tile.heads,), mask=tile.used)
-    acc = acc * _final_scale(row_max, row_sum, sinks)[:, None]
+    acc = acc * _final_scale(row_max, row_sum, sinks, shape)[:, None]
     d = iota(shape.padded_dim)
     store(
         out_ref,
@@ -140,7 +140,10 @@ def combine_kernel(
     num_steps = jnp.where(in_row, pl.cdiv(row.num_splits, COMBINED), 0)
     state = (jnp.zeros((shape.padded_dim,), jnp.float32), jnp.float32(NO_KEY), jnp.float32(0))
     acc, row_max, row_sum = lax.fori_loop(0, num_steps, body, state)
-    acc = acc * _final_scale(row_max, row_sum, None if sinks_ref is None else sinks_ref[head])
+    # As vectors, since `reciprocal` takes no scalars.
+    row_max, row_sum = (jnp.full_like(acc, x) for x in (row_max, row_sum))
+    sink = None if sinks_ref is None else sinks_ref[head]
+    acc = acc * _final_scale(row_max, row_sum, sink, shape)
     used = in_head if shape.rows_are_tokens else in_head & in_row
     store(out_ref, (row.first_token + token, head, d), acc.astype(out_ref.dtype), mask=used)
 
@@ -231,13 +234,14 @@ def _attend(
     return lax.fori_loop(start, end, body, state)
 
 
-def _final_scale(row_max: Array, row_sum: Array, sink: Array | None) -> Array:
+def _final_scale(row_max: Array, row_sum: Array, sink: Array | None, shape: DecodeShape) -> Array:
     """Return what summed values are multiplied by; 0 keys give a finite number."""
-    if sink is None:
-        return 1.0 / jnp.where(row_sum > 0, row_sum, 1.0)
-    # One more score, whose value is zero.
-    sink = sink.astype(jnp.float32) * LOG2E
-    new_max = jnp.maximum(row_max, sink)
-    rescale = jnp.exp2(row_max - new_max)
-    row_sum = row_sum * rescale + jnp.exp2(sink - new_max)
-    return rescale / jnp.where(row_sum > 0, row_sum, 1.0)
+    rescale: Array | float = 1.0
+    if sink is not None:
+        # One more score, whose value is zero.
+        sink = sink.astype(jnp.float32) * LOG2E
+        new_max = jnp.maximum(row_max, sink)
+        rescale = jnp.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + jnp.exp2(sink - new_max)
+    row_sum = jnp.where(row_sum > 0, row_sum, 1.0)
+    return rescale * backend.reciprocal(row_sum, interpret=shape.interpret)

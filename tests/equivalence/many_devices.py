@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -107,7 +108,7 @@ def engine_on(
     from jaxinfer.models import lay_out_heads
     from jaxinfer.resolution import resolve, runner_config
     from jaxinfer.sharding import make_mesh
-    from tests.engines import SMALL, FewBuckets, config_of, source_of
+    from tests.engines import GOLDEN, SMALL, FewBuckets, config_of, source_of
 
     model_config = lay_out_heads(config_of(name), tensor)
     config = resolve(
@@ -126,7 +127,10 @@ def engine_on(
     source = source_of(name)
     with tempfile.TemporaryDirectory() as folder:
         if converted:
-            made = convert(str(source.path), str(Path(folder) / "converted"), dtype=config.dtype)
+            # Not every tiny checkpoint has a tokenizer, which a folder of our own must have.
+            original = shutil.copytree(source.path, Path(folder) / "original")
+            shutil.copy(GOLDEN / "llama3" / "tokenizer.json", original)
+            made = convert(str(original), str(Path(folder) / "converted"), dtype=config.dtype)
             source = ModelSource.open(str(made))
         model, parameters = load_model(source, model_config, mesh, config.dtype)
         jax.block_until_ready(parameters)

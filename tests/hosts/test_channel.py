@@ -7,6 +7,8 @@ import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from queue import Queue
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,10 +17,12 @@ from hypothesis import given
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError, HostLostError
-from jaxinfer.hosts.channel import STOP, Follower, Leader, check_hosts
+from jaxinfer.hosts.channel import STOP, Follower, Leader
+from jaxinfer.hosts.facts import difference, facts
 from jaxinfer.hosts.leader import LeadingRunner
+from jaxinfer.hosts.meeting import check_hosts
 from jaxinfer.hosts.messages import Decoder, Encoder, Message
-from jaxinfer.loading import load
+from jaxinfer.loading import load_replicas
 from jaxinfer.model_runner import ModelRunner
 
 pytestmark = pytest.mark.timeout(60)
@@ -77,16 +81,20 @@ def test_bytes_of_somebody_else_are_refused() -> None:
 class Pair:
     """A leader and what stands in for its follower."""
 
-    def __init__(self, timeout_s: float, secret: bytes = SECRET):
-        config = EngineConfig(num_hosts=2, host_rank=1, host_timeout_s=timeout_s)
+    def __init__(self, timeout_s: float, **more):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             host, port = listener.getsockname()
             stranger = socket.create_connection((host, port))
             stranger.sendall(b"x" * 20)
-            self.follower = Follower(host, port, secret, config)
-            self.leader = Leader(listener, SECRET, 1, timeout_s)
+            joined = threading.Thread(target=self._join, args=(host, port, timeout_s))
+            joined.start()
+            self.leader = Leader(listener, SECRET, 1, timeout_s, **more)
+            joined.join(TIMEOUT_S)
         assert stranger.recv(1) == b""  # it was shown out
         stranger.close()
+
+    def _join(self, *where) -> None:
+        self.follower = Follower(*where[:2], SECRET, 1, where[2])
 
     def carry_out(self) -> Message:
         message = self.follower.receive()
@@ -98,8 +106,8 @@ class Pair:
 def pair():
     made: list[Pair] = []
 
-    def make(timeout_s: float = TIMEOUT_S) -> Pair:
-        made.append(Pair(timeout_s))
+    def make(timeout_s: float = TIMEOUT_S, **more) -> Pair:
+        made.append(Pair(timeout_s, **more))
         return made[-1]
 
     yield make
@@ -152,20 +160,102 @@ def test_a_follower_that_stops_answering_hangs(pair) -> None:
     assert time.monotonic() - start < 3
 
 
+def test_a_process_that_hangs_is_lost_however_long_its_devices_may_take(pair) -> None:
+    """Without warm-up a call may compile for minutes; a stopped process answers no ping either."""
+    both = pair(0.4, call_timeout_s=TIMEOUT_S)
+    both.leader.wait_ready()
+    start = time.monotonic()
+    assert "hangs: no answer for 0.4 s" in lost(both.leader)
+    assert time.monotonic() - start < 3
+
+
+def test_devices_that_hang_are_told_from_a_process_that_does(pair) -> None:
+    both = pair(0.4, call_timeout_s=1.5)
+    both.leader.wait_ready()
+    both.follower.listen(on_lost=lambda error: None)  # answers pings
+    both.leader.send(Message("backbone"))
+    assert "hangs: no answer for 1.5 s" in lost(both.leader)
+
+
+def test_a_follower_says_why_it_cannot_go_on(pair) -> None:
+    both = pair()
+    both.leader.send(Message("load"))
+    both.follower.fail("no such folder: größer")
+    assert "cannot go on: no such folder: größer; start all hosts again" in lost(both.leader)
+
+
+def test_what_waits_inside_the_devices_is_left_behind_when_a_host_is_lost(
+    pair, monkeypatch
+) -> None:
+    exits = []
+    monkeypatch.setattr("atexit.register", lambda *call: exits.append(call))
+    both = pair()
+    assert both.leader.watched(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        both.leader.watched(lambda: 1 // 0)
+    assert not exits
+    released = threading.Event()
+    threading.Timer(0.1, both.follower.close).start()
+    with pytest.raises(HostLostError, match="has ended"):
+        both.leader.watched(lambda: released.wait(TIMEOUT_S))
+    assert exits == [(os._exit, 1)]
+    released.set()
+
+
+def test_a_rank_that_is_given_twice_is_refused_and_hurts_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(3) as beside:
+        where = (*listener.getsockname(), SECRET)
+        leader = beside.submit(Leader, listener, SECRET, 2, TIMEOUT_S, welcome="hello")
+        joining = [beside.submit(Follower, *where, 1, TIMEOUT_S) for _ in range(2)]
+        refused = next(as_completed(joining, TIMEOUT_S))  # the other one waits for rank 2
+        with pytest.raises(ConfigError, match="host 0 refuses this one: host_rank 1 is here alre"):
+            refused.result()
+        followers = [beside.submit(Follower, *where, 2, TIMEOUT_S)]
+        followers += [each for each in joining if each is not refused]
+        assert [each.result(TIMEOUT_S).welcome for each in followers] == ["hello"] * 2
+    with pytest.raises(ConfigError, match="host_rank=2 started twice"):
+        Follower(*where, 2, TIMEOUT_S)
+    leader.result().close()
+    for each in followers:
+        each.result().close()
+
+
+def test_weights_code_and_versions_have_to_be_equal_texts_and_names_not(tmp_path) -> None:
+    weights = np.arange(2**20, dtype=np.float32)
+    folders = []
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / "tokenizer.json").write_text(name)
+        (folder / "model.safetensors").write_bytes((weights + seed).tobytes())
+        folders.append(facts(folder))
+    one, same, other = folders
+    assert difference(one, same) == ""
+    assert difference(other, one).startswith(f"model: {other['model']}, on host 0 {one['model']}")
+    assert "jaxinfer: abc" in difference({**one, "code of jaxinfer": "abc"}, one)
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).write_bytes(weights.tobytes())
+    assert difference(facts(tmp_path / "a.gguf"), facts(tmp_path / "b.gguf")) == ""
+
+
 def test_a_follower_may_be_silent_as_long_as_it_loads(pair) -> None:
     both = pair(0.2)
     both.leader.send(Message("load"))
     assert not both.leader._closed.wait(1.0) and both.leader.lost is None
-    while both.carry_out().word != "load":
-        pass
+    assert both.carry_out().word == "load"
 
 
 def test_a_leader_that_falls_silent_is_given_up(pair) -> None:
     both = pair(TIMEOUT_S)
-    both.follower.config = EngineConfig(num_hosts=2, host_rank=1, host_timeout_s=0.2)
+    both.follower.timeout_s = 0.3
+    errors: Queue[HostLostError] = Queue()
+    both.follower.listen(on_lost=errors.put)
+    assert not both.leader._closed.wait(0.4) and errors.empty()  # it may be loading
+    start = time.monotonic()
     both.follower.expect_pings()
-    with pytest.raises(HostLostError, match=r"has been silent for 0\.2 s"):
-        both.follower.receive()
+    assert "has been silent for 0.3 s" in str(errors.get(timeout=TIMEOUT_S))
+    assert time.monotonic() - start < 2
 
 
 def test_devices_that_never_answer_are_not_waited_for(pair, monkeypatch) -> None:
@@ -210,6 +300,14 @@ def test_a_call_that_is_under_way_when_a_host_is_lost_has_no_result(pair, monkey
     [
         ({"num_hosts": 2}, "needs coordinator_address"),
         ({"num_hosts": 2, "coordinator_address": "here"}, "needs coordinator_address"),
+        ({"num_hosts": 2, "coordinator_address": "here:xyz"}, "needs coordinator_address"),
+        ({"num_hosts": 2, "coordinator_address": "here:99999"}, "needs coordinator_address"),
+        ({"num_hosts": 2, "coordinator_address": ":8476"}, "needs coordinator_address"),
+        ({"coordinator_address": "here:8476"}, "needs num_hosts, which is 1"),
+        (
+            {"num_hosts": 2, "coordinator_address": "a:1", "logits_processors": ("x:y",)},
+            "need an engine on one host",
+        ),
         ({"num_hosts": 2, "host_rank": 2}, "host_rank must lie in"),
         ({"host_rank": 1}, "host_rank must lie in"),
         (
@@ -222,6 +320,5 @@ def test_settings_that_do_not_go_together_are_refused(settings, words: str) -> N
     config = EngineConfig(**settings)
     with pytest.raises(ConfigError, match=words):
         check_hosts(config)
-    if config.data_parallel_size == 1:
-        with pytest.raises(ConfigError, match=words):
-            load(config)
+    with pytest.raises(ConfigError, match=words):
+        load_replicas(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -48,10 +49,12 @@ def test_a_follower_computes_what_the_leader_does() -> None:
     fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
     shapes = FewBuckets(**fields, sizes=(16,))
     args = (model_config, model, parameters, make_mesh(), shapes)
-    follower_config = EngineConfig(num_hosts=2, host_rank=1, host_timeout_s=TIMEOUT_S)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        follower = Follower(*listener.getsockname(), b"s" * 16, follower_config)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as beside:
+        where = (*listener.getsockname(), b"s" * 16, 1, TIMEOUT_S)
+        joined = beside.submit(Follower, *where)
         leader = Leader(listener, b"s" * 16, 1, TIMEOUT_S)
+        follower = joined.result()
+    follower.listen()
     plain, following = ModelRunner(*args), ModelRunner(*args)
     leading = LeadingRunner(*args, channel=leader)
     # Compiled once: what differs is the cache.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -77,6 +78,24 @@ def test_sinks_take_their_share(impl: str, window: int | None) -> None:
 )
 def test_short_floats_stay_within_their_precision(impl: str, dtype: str) -> None:
     check(Case(((1, 370), (60, 200)), dtype=dtype), impl)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_of_several_tokens_may_be_decode_rows(impl: str, deterministic: bool) -> None:
+    """As many as a verification of drafts has, beside a chunk of a prompt."""
+    step = make_step(Case(((1, 70), (3, 200), (8, 300), (5, 5), (40, 90)), sinks=True))
+    *arrays, batch = step.arguments
+    batch = batch._replace(num_decode_rows=batch.num_rows - 1)
+    step = dataclasses.replace(step, arguments=(*arrays, batch))
+    how = {"max_query_len": 8, "deterministic": deterministic, "impl": impl}
+    step.check(attend(paged_attention, step, **how))
+
+
+def test_decode_rows_of_no_token_are_refused() -> None:
+    step = make_step(Case(((1, 3),)))
+    with pytest.raises(ValueError, match="max_query_len=0 must be at least 1"):
+        attend(paged_attention, step, max_query_len=0)
 
 
 @pytest.mark.parametrize("impl", ALL)

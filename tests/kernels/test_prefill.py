@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.ragged_batch import RaggedBatch
 from pallas_kernels.tiles import PrefillTiles
-from pallas_kernels.triton import backend, prefill
+from pallas_kernels.triton import backend, prefill, prefill_kernel
 from pallas_kernels.triton.prefill import paged_prefill
 from tests.kernels.oracle import Case, Step, attend, cases, make_step
 
@@ -160,13 +160,13 @@ def test_a_chunk_is_bitwise_the_same_whatever_its_neighbours() -> None:
 def keys_visited(monkeypatch: pytest.MonkeyPatch, case: Case) -> int:
     """Return how many keys, of all tiles together, are computed."""
     visited: list[int] = []
-    original = prefill._attend_block
+    original = prefill_kernel._attend_block
 
     def counting(block, carry, **keywords):
         jax.debug.callback(lambda _: visited.append(TILES.block_k), block)
         return original(block, carry, **keywords)
 
-    monkeypatch.setattr(prefill, "_attend_block", counting)
+    monkeypatch.setattr(prefill_kernel, "_attend_block", counting)
     step = make_step(case)
     step.check(run(step))
     jax.effects_barrier()
@@ -186,8 +186,8 @@ def test_keys_that_nobody_sees_are_not_visited(
 @given(factor=st.floats(2.0**-12, 64.0, width=32))
 def test_a_hidden_score_times_any_scale_is_exact(factor: float) -> None:
     """GPUs fuse product and subtraction: rounding alone would leave 2**73, and exp2 of that."""
-    product = np.float32(prefill.UNSEEN) * np.float32(factor)
-    assert float(product) == float(np.float32(prefill.UNSEEN)) * factor
+    product = np.float32(prefill_kernel.UNSEEN) * np.float32(factor)
+    assert float(product) == float(np.float32(prefill_kernel.UNSEEN)) * factor
 
 
 def test_scales_must_be_positive() -> None:
@@ -223,10 +223,10 @@ class TestPlantedBugs:
             step.check(run(step))
 
     def test_a_window_off_by_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = prefill._Shape
+        original = prefill.PrefillShape
         monkeypatch.setattr(
             prefill,
-            "_Shape",
+            "PrefillShape",
             lambda **fields: original(**{**fields, "sliding_window": 24}),
         )
         self.broken(Case(CHUNKS, sliding_window=23))
@@ -243,9 +243,9 @@ class TestPlantedBugs:
         self.broken(Case(CHUNKS))
 
     def test_the_next_query_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = prefill._rows
+        original = prefill_kernel._rows
         monkeypatch.setattr(
-            prefill, "_rows", lambda tokens, heads, part: original(tokens, heads ^ 1, part)
+            prefill_kernel, "_rows", lambda tokens, heads, part: original(tokens, heads ^ 1, part)
         )
         step = make_step(Case(CHUNKS, num_heads=6, num_kv_heads=6))
         # Queries and results are both taken from the neighbour, but not its keys.

@@ -56,7 +56,7 @@ JI_INLINE void quantize_block(const float* x, int n, uint32_t* out) {
     vf rounded = load_part(x + i, n - i) * factor + kRound;
     vi whole = (vi)rounded - bits_as<int32_t>(kRound);
     total += whole;
-    vb narrow = __builtin_convertvector((vu)whole, vb);
+    vb narrow = narrow_to_bytes(whole);
     if (i + W <= n)
       store_bytes(bytes + i, narrow);
     else

@@ -75,6 +75,16 @@ JI_INLINE void store(float* p, vf v) { *(vf_anywhere*)p = v; }
 JI_INLINE void store_words(void* p, vu v) { *(vu_anywhere*)p = v; }
 JI_INLINE void store_bytes(void* p, vb v) { *(vb_anywhere*)p = v; }
 
+// The lowest byte of each lane.
+JI_INLINE vb narrow_to_bytes(vi v) {
+#if defined(__AVX512F__)
+  // GCC 12 inserts them one by one.
+  return (vb)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+  return __builtin_convertvector((vu)v, vb);
+#endif
+}
+
 // The upper half of each float, rounded to the nearest even; NaN stays NaN.
 JI_INLINE vu to_bf16_bits(vf v) {
   vu bits = (vu)v;
@@ -118,26 +128,53 @@ struct Lanes {
   typedef T vec __attribute__((vector_size(N * sizeof(T))));
 };
 
+// The upper half of a vector's lanes and the lower, each as a vector.
+template <int N, class T>
+struct Halves {
+  typename Lanes<N / 2, T>::vec low, high;
+};
+
+// By memory, 64 bytes would be read back before they are all written: 20 cycles for each halving.
+template <int N, class T>
+JI_INLINE Halves<N, T> halves(typename Lanes<N, T>::vec v) {
+  Halves<N, T> result;
+#if defined(__AVX512F__)
+  if constexpr (N == 16) {
+    result.low = (typename Lanes<8, T>::vec)_mm512_castsi512_si256((__m512i)v);
+    result.high = (typename Lanes<8, T>::vec)_mm512_extracti64x4_epi64((__m512i)v, 1);
+    return result;
+  }
+#endif
+#if defined(__AVX2__)
+  if constexpr (N == 8) {
+    result.low = (typename Lanes<4, T>::vec)_mm256_castsi256_si128((__m256i)v);
+    result.high = (typename Lanes<4, T>::vec)_mm256_extracti128_si256((__m256i)v, 1);
+    return result;
+  }
+#endif
+  memcpy(&result, &v, sizeof v);
+  return result;
+}
+
 // Adds up the lanes in halves: the same order each time.
 template <class T, int N = W>
 JI_INLINE T sum(typename Lanes<N, T>::vec v) {
-  if constexpr (N == 2) {
-    return v[0] + v[1];
+  if constexpr (N == 4) {
+    return (v[0] + v[2]) + (v[1] + v[3]);
   } else {
-    typename Lanes<N / 2, T>::vec halves[2];
-    memcpy(halves, &v, sizeof v);
-    return sum<T, N / 2>(halves[0] + halves[1]);
+    Halves<N, T> h = halves<N, T>(v);
+    return sum<T, N / 2>(h.low + h.high);
   }
 }
 
 template <int N = W>
 JI_INLINE float largest(typename Lanes<N, float>::vec v) {
-  if constexpr (N == 2) {
-    return v[0] > v[1] ? v[0] : v[1];
+  if constexpr (N == 4) {
+    float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+    return a > b ? a : b;
   } else {
-    typename Lanes<N / 2, float>::vec halves[2];
-    memcpy(halves, &v, sizeof v);
-    return largest<N / 2>(halves[0] > halves[1] ? halves[0] : halves[1]);
+    Halves<N, float> h = halves<N, float>(v);
+    return largest<N / 2>(h.low > h.high ? h.low : h.high);
   }
 }
 

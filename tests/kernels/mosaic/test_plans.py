@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import RaggedBatch, mosaic
 from pallas_kernels.mosaic import combine as combining
-from pallas_kernels.mosaic import decode, prefill_plan
+from pallas_kernels.mosaic import decode_plan, prefill_plan
 from pallas_kernels.mosaic.softmax import ScoreRule
 
 T, B = 96, 5
@@ -65,9 +65,11 @@ def test_tiles_have_each_token_of_a_chunk_once(tile_tokens, fill, batch: RaggedB
     assert found == expected
 
 
-def shape_of(window: int | None, split_blocks: int | None, num_splits: int) -> decode._Shape:
+def shape_of(
+    window: int | None, split_blocks: int | None, num_splits: int
+) -> decode_plan.DecodeShape:
     tiles = dataclasses.replace(mosaic.default_decode_tiles(64), min_split_len=64)
-    return decode._Shape(
+    return decode_plan.DecodeShape(
         group=2,
         head_dim=64,
         dtype=jnp.bfloat16,
@@ -91,11 +93,11 @@ def shape_of(window: int | None, split_blocks: int | None, num_splits: int) -> d
 @given(keys=st.lists(st.sampled_from([1, 4, 63, 64, 65, 129, 640, 999, 2000]), min_size=3,
                      max_size=3), new=st.integers(0, 4))  # fmt: skip
 def test_splits_have_each_block_that_is_seen_once(window, split_blocks, keys, new) -> None:
-    num_splits = 3 if split_blocks is None else decode._fixed_splits(
+    num_splits = 3 if split_blocks is None else decode_plan.fixed_splits(
         min(1000, (window or 1000) + 3), 1000, 128)  # fmt: skip
     shape = shape_of(window, split_blocks, num_splits)
     lengths = jnp.minimum(jnp.full(3, new), jnp.asarray(keys))
-    plan = np.asarray(decode.plan_splits(jnp.asarray(keys), lengths, shape))
+    plan = np.asarray(decode_plan.plan_splits(jnp.asarray(keys), lengths, shape))
     for row, n in enumerate(np.asarray(lengths).tolist()):
         seq_len = min(keys[row], 1000) if n else 0
         oldest = max(seq_len - n - window + 1, 0) if window else 0

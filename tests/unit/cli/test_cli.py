@@ -94,6 +94,7 @@ OTHER_VALUES: dict[str, Any] = {
     "max_model_len": 100,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
+    "max_num_mixed_tokens": 32,
     "num_decode_steps": 2,
     "page_size": 32,
     "num_pages": 77,

@@ -8,8 +8,9 @@ import pytest
 
 from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
+from jaxinfer.footprint import estimated_temporaries, weight_bytes
 from jaxinfer.kv_cache import CacheShape, make_cache
-from jaxinfer.models import ModelConfig
+from jaxinfer.models import ModelConfig, lay_out_heads
 from jaxinfer.resolution import resolve, runner_config
 from jaxinfer.step_programs import cache_shape
 
@@ -71,6 +72,43 @@ def test_pages_of_windows_follow_the_pages_that_are_asked_for():
 def test_a_window_that_hides_nothing_has_no_pages_of_its_own():
     whole, windows, _ = sizes(GEMMA_3_270M, num_pages=3000, max_model_len=512)
     assert (whole, windows) == (3000, 0)
+
+
+class Device:
+    """A GPU, as far as its memory goes."""
+
+    platform = "gpu"
+    device_kind = "one of somebody's"
+
+    def __init__(self, limit: int, in_use: int = 0):
+        self.memory_stats = lambda: {"bytes_limit": limit, "bytes_in_use": in_use}
+
+
+def test_weights_and_programs_are_taken_off_before_pages_are_counted(monkeypatch):
+    """They are not loaded yet, and yet they will be."""
+    monkeypatch.setattr("jaxinfer.resolution.jax.default_backend", lambda: "gpu")
+    asked = EngineConfig(dtype="bfloat16", attention_impl="xla", max_model_len=4096)
+    held = sum(weight_bytes(asked, GEMMA_3_270M).values())
+    held += max(estimated_temporaries(asked, GEMMA_3_270M).values())
+    assert held > 0.9 * GIB / 2
+    page = {}
+    for limit, in_use in ((held + GIB, 0), (held + GIB + 5, 5), (held + GIB // 2, 0)):
+        device = Device(limit, in_use)
+        monkeypatch.setattr("jaxinfer.memory.jax.devices", lambda device=device: [device])
+        _, _, page[limit] = sizes(GEMMA_3_270M, attention_impl="xla", max_model_len=4096)
+        assert 0.79 < page[limit] / (limit - in_use - held) <= 0.8
+    monkeypatch.setattr("jaxinfer.memory.jax.devices", lambda: [Device(held)])
+    with pytest.raises(ConfigError, match=r"take \d\.\d+ GiB of each device.*take more devices"):
+        resolve(asked, GEMMA_3_270M)
+
+
+def test_devices_that_share_a_layer_hold_a_part_of_the_weights():
+    layout = lay_out_heads(NO_WINDOWS, 4)
+    one, four = (
+        sum(weight_bytes(EngineConfig(dtype="bfloat16", tensor_parallel_size=n), model).values())
+        for n, model in ((1, NO_WINDOWS), (4, layout))
+    )
+    assert 0.25 < four / one < 0.28
 
 
 def test_a_context_too_long_is_lowered_or_refused(caplog):

@@ -127,6 +127,15 @@ class TestAdmission:
 
 
 class TestBudget:
+    def test_prompts_take_small_steps_beside_those_that_decode_and_large_ones_alone(self):
+        scheduler = make_scheduler(budget=20, max_num_mixed_tokens=8)
+        scheduler.add(make_request("first", range(30), max_tokens=3))
+        assert [shares(step(scheduler)[0]) for _ in range(2)] == [{"first": 20}, {"first": 10}]
+        scheduler.add(make_request("second", range(30), max_tokens=2))
+        assert shares(step(scheduler)[0]) == {"first": 1, "second": 7}
+        assert shares(step(scheduler)[0]) == {"first": 1, "second": 7}
+        assert shares(step(scheduler)[0]) == {"second": 16}
+
     def test_chunks_and_decodes_share_a_step_one_token_rows_first(self):
         scheduler = make_scheduler(budget=10)
         scheduler.add(make_request("decoding", range(3)))
