@@ -78,10 +78,11 @@ def test_edits_equal_the_reference_edited(name):
             lambda x: x.at[:, jnp.array([0, 5, 95])].set(0.0),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             edits.clamp("layers.0.resid_mid", -0.05, 0.02),
             "layers.0.resid_mid",
             lambda x: jnp.clip(x, -0.05, 0.02),
+            marks=pytest.mark.slow,
         ),
         (
             edits.patch("layers.0.resid_post", np.ones((2, D)), [4, 6]),

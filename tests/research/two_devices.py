@@ -22,10 +22,11 @@ def main() -> None:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_pages": 32, "page_size": 8}
     settings |= {"max_model_len": 128, "warmup": False, "compilation_cache_dir": ""}
     with LLM(folder_of("llama3"), tensor_parallel_size=2, **settings) as llm:
-        (seen,) = llm.generate([ids], one, capture=names, positions="prompt")
         cut = edits.ablate("layers.0.attn_heads", 1)
-        (ablated,) = llm.generate([ids], one, capture="logits", positions="prompt", edits=cut)
-    report = {name: values.tolist() for name, values in seen.captures.items()}
+        seen, ablated = llm.generate(
+            [ids] * 2, one, capture=[*names, "logits"], positions="prompt", edits=[None, cut]
+        )
+    report = {name: values.tolist() for name, values in seen.captures.items() if name != "logits"}
     report |= {"devices": len(jax.devices()), "ablated": ablated.captures["logits"].tolist()}
     json.dump(report, sys.stdout)
 

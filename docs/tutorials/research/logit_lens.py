@@ -39,6 +39,14 @@ words = [llm.tokenizer.token_text(t) for t in output.prompt_token_ids]
 last = probabilities[:, -1]
 rank = 1 + (last > last[:, [answer]]).sum(-1)  # of the answer, behind each layer
 
+
+def label(token: int) -> str:
+    """Return what a cell has room for; spaces and line ends are made visible."""
+    text = llm.tokenizer.token_text(int(token))
+    shown = text.strip() or repr(text)[1:-1].replace(" ", "_")
+    return shown.encode("ascii", "replace").decode()[:9]
+
+
 fig, (ax, side) = plt.subplots(1, 2, figsize=(13, 9), width_ratios=(4, 1))
 image = ax.imshow(
     probabilities.max(-1), aspect="auto", cmap="Blues", origin="lower", vmin=0, vmax=1
@@ -46,10 +54,8 @@ image = ax.imshow(
 for layer, row in enumerate(likeliest):
     for place, token in enumerate(row):
         sure = probabilities[layer, place, token] > 0.6
-        text = llm.tokenizer.token_text(token).strip().encode("ascii", "replace").decode()[:9]
-        ax.text(
-            place, layer, text, ha="center", va="center", fontsize=6, color="white" if sure else "k"
-        )
+        color = "white" if sure else "k"
+        ax.text(place, layer, label(token), ha="center", va="center", fontsize=6, color=color)
 ax.set_xticks(range(len(words)), words, rotation=45, ha="right")
 ax.set_ylabel("layer")
 ax.set_title("The likeliest next token behind each layer")
@@ -64,7 +70,8 @@ fig.savefig(FOLDER / "logit_lens.png", dpi=80)
 # %% [markdown]
 # The finding: grammar first, the fact last. That "of" follows "capital" stands from the middle on.
 # The country is thousands of ranks deep until layer 22, and two layers later among the first
-# hundred: something there has looked it up. It comes out on top at the very end.
+# hundred: something there has looked it up. It comes out on top at the very end. Early on, the
+# lens sees commas and bare spaces (`_`): the head reads a stream that is not yet made for it.
 
 # %%
 of = llm.tokenizer.encode(" of")[-1]

@@ -151,7 +151,8 @@ def test_no_block_in_a_language_that_nobody_checks():
 @pytest.mark.real
 @needs_default_model
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_blocks_run(page: Path, shared_model, request, capsys):
+def test_python_blocks_run(page: Path, shared_model, request, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in blocks_of(page):
         if block.language != "python":
