@@ -63,7 +63,7 @@ def run_batch(
     def load() -> Any:
         from jaxinfer import loading
 
-        return loading.load_replicas(config, progress=True)
+        return loading.load_replicas(config.for_throughput(), progress=True)
 
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bars:

@@ -64,7 +64,7 @@ def offline(
         enable_prefix_caching=False,
         warmup=False,  # only what the workload needs is compiled, before it is timed
         max_num_batched_tokens=max(config.max_num_batched_tokens, *batches),
-    )
+    ).for_throughput()
     loaded = loading.load(config)
     try:
         result = run_offline(

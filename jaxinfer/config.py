@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from jaxinfer.errors import ConfigError
 from jaxinfer.logits_processor import LogitsProcessor
@@ -37,7 +37,7 @@ class EngineConfig:
         max_num_batched_tokens: Most tokens in one step; longer prompts are computed in chunks.
         max_num_mixed_tokens: Most tokens in a step in which sequences decode: beside them prompts
             are computed in smaller chunks, so that nobody's next token waits for a whole prompt.
-            None: `max_num_batched_tokens`, but 128 on a CPU (or twice `max_num_seqs`, if more).
+            None: `max_num_batched_tokens`, but for servers on a CPU 128 (or twice `max_num_seqs`).
         num_decode_steps: While no request waits, up to so many tokens of each are computed in one
             dispatch, as many as take about 50 ms. 1: one at a time.
         page_size: Tokens per page of KV memory, a power of two.
@@ -156,6 +156,11 @@ class EngineConfig:
             raise ConfigError(f"host_rank must be a whole number ≥ 0, got {self.host_rank!r}")
         if not 0 < self.host_timeout_s < math.inf:
             raise ConfigError(f"host_timeout_s must be > 0 and finite, got {self.host_timeout_s}")
+
+    def for_throughput(self) -> EngineConfig:
+        """Return these settings for a face whose callers wait for whole batches, not for tokens."""
+        mixed = self.max_num_mixed_tokens or self.max_num_batched_tokens
+        return replace(self, max_num_mixed_tokens=mixed)
 
     @classmethod
     def field_names(cls) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class LLM(Scoring):
         config = _config(model, settings)
         from jaxinfer import loading  # checkpoints and devices: nothing that `from_loaded` needs
 
-        self._start(loading.load(config))
+        self._start(loading.load(config.for_throughput()))
 
     @classmethod
     def from_loaded(cls, loaded: LoadedModel) -> Self:

@@ -71,7 +71,7 @@ class RealModel:
     @contextlib.contextmanager
     def engine(self, **settings: Any) -> Iterator[Engine]:
         """Yield a warm engine with these settings changed; its pages hold what others left."""
-        config = dataclasses.replace(self.config, **settings)
+        config = dataclasses.replace(self.config, **{"max_num_mixed_tokens": None, **settings})
         engine = Engine(
             config,
             self.runner,
