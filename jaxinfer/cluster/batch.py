@@ -105,8 +105,9 @@ def ray_batch(
     on_progress(skipped, len(shards))
     done = failed = 0
     if todo:
-        rows = ray.data.from_items([asdict(shard) for shard in todo])
-        results = rows.repartition(len(todo)).map_batches(
+        # Cut here, not by Ray's tasks: these would wait for ever where the engines take all CPUs.
+        rows = ray.data.from_items([asdict(x) for x in todo], override_num_blocks=len(todo))
+        results = rows.map_batches(
             Worker,
             batch_size=1,
             fn_constructor_kwargs={

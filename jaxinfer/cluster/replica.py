@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Message, Scope
 
 from jaxinfer.config import EngineConfig
-from jaxinfer.errors import EngineDeadError
+from jaxinfer.errors import ConfigError, EngineDeadError
 from jaxinfer.server.app import create_app
 from jaxinfer.server.options import ServerOptions
 from jaxinfer.server.state import Phase, ServerState
@@ -67,6 +67,9 @@ class EngineReplica:
         settings: Fields of `EngineConfig`.
         options: Fields of `ServerOptions`.
         load: Loads the model; None for `jaxinfer.loading`.
+
+    Raises:
+        ConfigError: The settings are for several hosts.
     """
 
     def __init__(
@@ -77,7 +80,13 @@ class EngineReplica:
     ):
         fields: dict[str, Any] = {"playground": False, **(options or {})}
         self.state = ServerState(ServerOptions(**fields))
-        self.state.serve((load or _load)(EngineConfig(**settings)))
+        config = EngineConfig(**settings)
+        if config.num_hosts > 1:
+            raise ConfigError(
+                f"num_hosts={config.num_hosts}: a replica is one actor, and has the devices of its "
+                "own host only; take `jaxinfer serve` on each host"
+            )
+        self.state.serve((load or _load)(config))
         self._app = create_app(self.state)
 
     async def answer(

@@ -32,7 +32,7 @@ def main(folder: str) -> None:
             destination,
             EngineConfig(),
             num_replicas=2,
-            num_cpus=0.5,
+            num_cpus=1.0,  # all that there are
             lines_per_shard=10,
             load=Reciting(pids, 0.05),
             on_progress=on_progress,

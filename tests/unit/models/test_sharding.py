@@ -8,10 +8,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxinfer.config import EngineConfig
 from jaxinfer.errors import ConfigError
 from jaxinfer.models import lay_out_heads
-from jaxinfer.resolution import resolve
 from jaxinfer.sharding import (
     MESH_AXES,
     check_experts,
@@ -22,7 +20,7 @@ from jaxinfer.sharding import (
     query_axes,
     vocab_shards,
 )
-from tests.engines import SMALL, config_of
+from tests.engines import config_of
 
 
 def mesh(tensor: int, expert: int = 1) -> Any:
@@ -70,12 +68,6 @@ def test_experts_that_cannot_be_divided_are_refused_by_name() -> None:
         check_experts(config_of("mixtral"), 3, 3)
     with pytest.raises(ConfigError, match=r"expert_parallel \(3\) must divide"):
         check_experts(config_of("mixtral"), 4, 3)
-
-
-def test_int8_weights_on_several_devices_are_refused_by_name() -> None:
-    settings = {**SMALL, "tensor_parallel_size": 2, "quantization": "int8"}
-    with pytest.raises(ConfigError, match="quantization=int8 is not supported on several devices"):
-        resolve(EngineConfig(**settings), config_of("llama3"))
 
 
 def test_more_devices_than_there_are_is_an_error() -> None:
