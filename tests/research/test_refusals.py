@@ -190,6 +190,21 @@ def test_a_function_that_does_not_tell_its_arguments_is_refused():
         LogitsProcessor(max)
 
 
+@pytest.mark.parametrize("hooks", [{"capture": "embed"}, {"edits": edits.scale("embed", 2.0)}])
+def test_a_snapshot_of_a_hooked_batch_is_refused_and_the_batch_ends_well(llama, hooks):
+    ids = prompt_of("llama3", "short")
+    refused = []
+
+    def on_step():
+        with pytest.raises(SnapshotError, match="captures or edits inside the model"):
+            llama.snapshot()
+        refused.append(True)
+
+    (watched,) = llama.generate([ids], GREEDY, on_step=on_step, **hooks)
+    (alone,) = llama.generate([ids], GREEDY, **hooks)
+    assert refused and tokens([watched]) == tokens([alone])
+
+
 def test_snapshots_of_another_kind_are_refused(llama):
     with pytest.raises(SnapshotError, match="is bytes, got str"):
         llama.restore("text")
