@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxinfer.errors import SnapshotError
 from jaxinfer.generation import Generation, Sample
 from jaxinfer.input_processor import PreparedRequest, per_sample
 from jaxinfer.request import FinishReason, Pooling, TokenLogprobs, TokenOutput
@@ -35,7 +36,18 @@ class Batch:
 
 
 def pack_batch(batch: Batch, engine: bytes) -> bytes:
-    """Return a batch as bytes, around those of the engine."""
+    """Return a batch as bytes, around those of the engine.
+
+    Raises:
+        SnapshotError: A request's captures would be lost, or the edits of one that has not ended.
+    """
+    for g in batch.generations:
+        hooks = g.prepared.hooks
+        if hooks is not None and (hooks.capture or not g.finished):
+            raise SnapshotError(
+                f"request {g.request_id!r} captures or edits inside the model, which a snapshot "
+                "does not hold; take it before or after"
+            )
     waiting = {(index, sample.index) for index, _, sample in batch.waiting}
     return pack(
         {

@@ -190,6 +190,27 @@ def test_a_function_that_does_not_tell_its_arguments_is_refused():
         LogitsProcessor(max)
 
 
+def test_a_snapshot_of_a_hooked_batch_is_refused_and_the_batch_ends_well(llama):
+    """Also of requests that wait behind the engine's queue, and of captures that are complete."""
+    ids = prompt_of("llama3", "short")
+    cut = edits.scale("embed", 2.0)
+    for hooks, count in (({"capture": "embed"}, 1), ({"edits": [None] * 9 + [cut]}, 10)):
+        refused = []
+
+        def on_step(refused=refused):
+            try:
+                llama.snapshot()
+            except SnapshotError as error:
+                refused.append("captures or edits inside the model" in str(error))
+            else:
+                refused.append(False)
+
+        watched = llama.generate([ids] * count, GREEDY, on_step=on_step, **hooks)
+        # Once it has ended, nothing of an edit is left to lose.
+        assert all(refused if "capture" in hooks else refused[:-1])
+        assert tokens(watched) == tokens(llama.generate([ids] * count, GREEDY, **hooks))
+
+
 def test_snapshots_of_another_kind_are_refused(llama):
     with pytest.raises(SnapshotError, match="is bytes, got str"):
         llama.restore("text")
