@@ -37,6 +37,7 @@ class EngineConfig:
         max_num_batched_tokens: Most tokens in one step; longer prompts are computed in chunks.
         max_num_mixed_tokens: Most tokens in a step in which sequences decode: beside them prompts
             are computed in smaller chunks, so that nobody's next token waits for a whole prompt.
+            `max_num_batched_tokens` holds for these steps too.
             None: `max_num_batched_tokens`, but for servers on a CPU 128 (or twice `max_num_seqs`).
         num_decode_steps: While no request waits, up to so many tokens of each are computed in one
             dispatch, as many as take about 50 ms. 1: one at a time.
@@ -147,10 +148,10 @@ class EngineConfig:
                 f"max_num_seqs ({self.max_num_seqs}), or running sequences would starve"
             )
         mixed = self.max_num_mixed_tokens
-        if mixed is not None and not self.max_num_seqs <= mixed <= self.max_num_batched_tokens:
+        if mixed is not None and mixed < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_mixed_tokens ({mixed}) must be max_num_seqs ({self.max_num_seqs}) to "
-                f"max_num_batched_tokens ({self.max_num_batched_tokens})"
+                f"max_num_mixed_tokens ({mixed}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}), or running sequences would starve"
             )
         if not isinstance(self.host_rank, int) or self.host_rank < 0:
             raise ConfigError(f"host_rank must be a whole number ≥ 0, got {self.host_rank!r}")

@@ -59,7 +59,9 @@ class Scheduler:
         self.pages = PageGroups(page_pool, window_pools)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_mixed_tokens = max_num_mixed_tokens or max_num_batched_tokens
+        self.max_num_mixed_tokens = min(
+            max_num_mixed_tokens or max_num_batched_tokens, max_num_batched_tokens
+        )
         self.policy = policy
         self.max_waiting = max_waiting
         self.num_preemptions = 0

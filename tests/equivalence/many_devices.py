@@ -142,9 +142,7 @@ def engine_on(
     fields = {f.name: getattr(shapes, f.name) for f in dataclasses.fields(shapes)}
     fields["max_num_batched_tokens"] = max(BUCKETS)
     runner = ModelRunner(model_config, model, parameters, mesh, FewBuckets(**fields, sizes=BUCKETS))
-    config = dataclasses.replace(
-        config, max_num_batched_tokens=max(BUCKETS), max_num_mixed_tokens=None
-    )
+    config = dataclasses.replace(config, max_num_batched_tokens=max(BUCKETS))
     return Engine(config, runner, vocab_size=model_config.vocab_size, eos_token_ids=frozenset({2}))
 
 

@@ -65,13 +65,15 @@ class RealModel:
             # Weights are arguments of the programs; only sizes and constants are built in.
             assert _float32_constants(model_config) == _float32_constants(like.model_config)
             runner.programs.compiled = like.runner.programs.compiled
+        # Whatever is compiled later is a defect to these tests.
         runner.warmup()
+        runner.finish_warmup()
         return cls(source, model_config, parameters, tokenizer_of(source), config, runner)
 
     @contextlib.contextmanager
     def engine(self, **settings: Any) -> Iterator[Engine]:
         """Yield a warm engine with these settings changed; its pages hold what others left."""
-        config = dataclasses.replace(self.config, **{"max_num_mixed_tokens": None, **settings})
+        config = dataclasses.replace(self.config, **settings)
         engine = Engine(
             config,
             self.runner,
