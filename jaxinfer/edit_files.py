@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxinfer.edits import KINDS, Edit
+from jaxinfer.edits import KINDS, Edit, no_edit
 from jaxinfer.errors import InvalidRequestError
 
 _INDEX = "edits"
@@ -32,9 +32,7 @@ def save_edits(path: str | Path, edits: Edit | Sequence[Edit]) -> None:
     """
     several = [edits] if isinstance(edits, Edit) else list(edits)
     if not several or not all(isinstance(edit, Edit) for edit in several):
-        raise InvalidRequestError(
-            f"expected edits made by jaxinfer.edits (add, scale, ...), got {edits!r:.80}", "edits"
-        )
+        raise no_edit(edits)
     records, arrays = [], {}
     for i, edit in enumerate(several):
         for role, value in edit.values.items():
@@ -64,6 +62,8 @@ def load_edits(path: str | Path) -> tuple[Edit, ...]:
                     "edits",
                 )
             return tuple(_edit(i, record, file) for i, record in enumerate(content["edits"]))
+    except InvalidRequestError:
+        raise
     except (OSError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise InvalidRequestError(
             f"{path} holds no edits: {error}; write it with jaxinfer.edit_files.save_edits", "edits"

@@ -168,10 +168,7 @@ def resolve(
     changes = []
     for edit in edits:
         if not isinstance(edit, Edit):
-            raise InvalidRequestError(
-                f"expected edits made by jaxinfer.edits (add, scale, ...), got {edit!r:.80}",
-                "edits",
-            )
+            raise no_edit(edit)
         for name in match_names([edit.at], points, "edits"):
             if name.split(".")[-1] in UNCHANGEABLE:
                 raise InvalidRequestError(
@@ -235,6 +232,13 @@ def _change_token(change: Change, x: Array, position: Array) -> Array:
         case kind:
             raise AssertionError(f"there is no kind {kind}")
     return jnp.where(inside, new, x)
+
+
+def no_edit(value: Any) -> InvalidRequestError:
+    """Return the refusal of what should have been an edit, or edits."""
+    return InvalidRequestError(
+        f"expected edits made by jaxinfer.edits (add, scale, ...), got {value!r:.80}", "edits"
+    )
 
 
 def _span(where: Where, num_prompt_tokens: int | None) -> np.ndarray:

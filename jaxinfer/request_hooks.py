@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxinfer.capture_files import CaptureFolder
-from jaxinfer.edits import Change, Edit, resolve
+from jaxinfer.edits import Change, Edit, no_edit, resolve
 from jaxinfer.errors import InvalidRequestError
 from jaxinfer.hooks import Hooks, Positions, check_positions, match_names
 from jaxinfer.input_processor import PreparedRequest
@@ -163,9 +163,7 @@ def _per_request(edits: Edits, count: int) -> list[tuple[Edit, ...]]:
     if isinstance(edits, Edit):
         return [(edits,)] * count
     if not isinstance(edits, Iterable) or isinstance(edits, str | bytes | Mapping):
-        raise InvalidRequestError(
-            f"expected edits made by jaxinfer.edits (add, scale, ...), got {edits!r:.80}", "edits"
-        )
+        raise no_edit(edits)
     entries: list[Any] = list(edits)
     if count == 1 and all(isinstance(edit, Edit) for edit in entries):
         return [tuple(entries)]

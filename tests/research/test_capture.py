@@ -28,12 +28,6 @@ LOOK = ["layers.1.resid_post", "logits"]
 INSIDE = ("resid_post", "resid_mid", "attn_in", "attn_heads", "attn_out", "mlp_out", "mlp_hidden")
 
 
-@pytest.fixture(scope="module")
-def llama():
-    with llm_of("llama3") as llm:
-        yield llm
-
-
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [

@@ -20,9 +20,8 @@ NAMES += ("layers.0.resid_post",)
 
 
 @pytest.fixture(scope="module")
-def llama():
-    with llm_of("llama3") as llm:
-        yield llm, functional(llm)
+def llama(llama):
+    return llama, functional(llama)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ TOLERANCE = 2e-4
 
 
 @pytest.fixture(scope="module")
-def llama():
-    with llm_of("llama3") as llm:
-        yield llm, functional(llm)
+def llama(llama):
+    return llama, functional(llama)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,6 @@ LINE = np.linspace(-9, 9, D)
 
 
 @pytest.fixture(scope="module")
-def llama():
-    with llm_of("llama3") as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def f(llama):
     return functional(llama)
 

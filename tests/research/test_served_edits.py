@@ -12,7 +12,7 @@ from jaxinfer.async_engine import AsyncEngine
 from jaxinfer.edit_files import load_edits, save_edits
 from jaxinfer.errors import ConfigError, InvalidRequestError
 from jaxinfer.server.options import ServerOptions
-from tests.research.models import GREEDY, llm_of, loaded_of, prompt_of, tokens
+from tests.research.models import GREEDY, loaded_of, prompt_of, tokens
 from tests.server.serving import running_server
 
 D = 64
@@ -24,12 +24,6 @@ MIXED = [
     edits.ablate("layers.0.attn_heads", [0, 3], where=(1, 4)),
     edits.clamp("layers.1.mlp_out", -0.1, 0.1, where="prompt"),
 ]
-
-
-@pytest.fixture(scope="module")
-def llama():
-    with llm_of("llama3") as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +49,9 @@ def test_edits_come_back_from_a_file_as_they_were(tmp_path, llama, expected):
     for name in ("bad.npz", "other.npz", "missing.npz"):
         with pytest.raises(InvalidRequestError, match="holds no edits"):
             load_edits(tmp_path / name)
+    np.savez(tmp_path / "old.npz", edits=np.array('{"version": 0, "edits": []}'))
+    with pytest.raises(InvalidRequestError, match=r"^\S*old.npz was written by another version"):
+        load_edits(tmp_path / "old.npz")
 
 
 def test_the_asynchronous_engine_captures_and_edits_as_the_offline_one(llama, expected):
