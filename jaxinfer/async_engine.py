@@ -321,10 +321,8 @@ class AsyncEngine:
             resolve(edits, self._engine.hook_points, self.max_model_len)
 
     def _with_hooks(self, prepared: PreparedRequest, hooks: HookArguments) -> PreparedRequest:
-        from jaxinfer.request_hooks import (
-            ResolvedEdits,
-            with_hooks,
-        )  # needs jax, which the rest does not
+        # These need jax, which the rest does not.
+        from jaxinfer.request_hooks import ResolvedEdits, with_hooks
 
         with self._hooking:
             if self._resolved is None:

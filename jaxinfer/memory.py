@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -17,13 +18,13 @@ DEVICE_SHARE = 0.8
 programs need only shows up once they are compiled."""
 
 
-def cache_bytes(one_sequence: int, held: int) -> int:
+def cache_bytes(one_sequence: int, held: Callable[[], int]) -> int:
     """Return bytes for the KV pages of each device, by what is free now.
 
     Args:
         one_sequence: Bytes that a sequence of full length needs.
-        held: Bytes that weights and programs will take of the device. On a CPU they are not
-            counted: its share is small enough.
+        held: Counts bytes that weights and programs will take of the device. Not called on a CPU:
+            its share is small enough, and counting takes a second.
 
     Raises:
         ConfigError: A device does not tell how much memory it has, or has too little.
@@ -37,14 +38,14 @@ def cache_bytes(one_sequence: int, held: int) -> int:
         raise ConfigError(
             f"{device} does not tell its memory; give num_pages or kv_cache_memory_bytes"
         )
-    free = stats["bytes_limit"] - stats["bytes_in_use"]
-    if free <= held:
+    free, taken = stats["bytes_limit"] - stats["bytes_in_use"], held()
+    if free <= taken:
         raise ConfigError(
-            f"weights and programs take {held / 2**30:.2f} GiB of each device, of which "
+            f"weights and programs take {taken / 2**30:.2f} GiB of each device, of which "
             f"{free / 2**30:.2f} GiB are free; take more devices (tensor_parallel_size), "
             "quantization, or a smaller model"
         )
-    return int((free - held) * DEVICE_SHARE)
+    return int((free - taken) * DEVICE_SHARE)
 
 
 def default_cache_dir() -> Path:

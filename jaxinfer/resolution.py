@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -46,9 +47,8 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     page_shards = _page_shards(config, model_config)
 
     def memory(one_sequence: int) -> int:
-        budget = config.kv_cache_memory_bytes or cache_bytes(
-            one_sequence, _held_bytes(settled, model_config)
-        )
+        held = partial(_held_bytes, settled, model_config)
+        budget = config.kv_cache_memory_bytes or cache_bytes(one_sequence, held)
         # Page bytes are those of all devices together, as is what the budget buys.
         return budget * page_shards
 
@@ -108,10 +108,12 @@ MIXED_TOKENS_CPU = 128
 
 def _mixed_tokens(config: EngineConfig, platform: str) -> int:
     """Return how many tokens a step may have in which sequences decode."""
+    if config.max_num_mixed_tokens is not None:
+        return config.max_num_mixed_tokens
     most = config.max_num_batched_tokens
-    if config.deterministic or platform != "cpu":
-        return config.max_num_mixed_tokens or most
-    return config.max_num_mixed_tokens or min(most, max(MIXED_TOKENS_CPU, 2 * config.max_num_seqs))
+    if platform != "cpu":
+        return most
+    return min(most, max(MIXED_TOKENS_CPU, 2 * config.max_num_seqs))
 
 
 DETERMINISTIC_TOKENS = 32
@@ -233,8 +235,6 @@ def _page_shards(config: EngineConfig, model_config: ModelConfig) -> int:
 
 def _held_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """Return bytes of one device that are no KV pages."""
-    if jax.default_backend() == "cpu":
-        return 0  # counting takes a second, and `cache_bytes` does not ask
     temporaries = estimated_temporaries(config, model_config)
     return sum(weight_bytes(config, model_config).values()) + max(temporaries.values())
 

@@ -39,8 +39,7 @@ class LargePages:
 
     def put(self, array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
         """Copy an array to a device. It lives as long as any of its neighbours."""
-        (device, *others) = sharding.device_set
-        if not IS_LINUX or others or device.platform != "cpu":
+        if not _can_serve(sharding):
             return self._place(array, sharding)
         copy = self._take(array.nbytes).view(array.dtype).reshape(array.shape)
         copy[...] = array
@@ -61,23 +60,26 @@ def renew_in_large_pages(zeros: Iterable[jax.Array]) -> None:
     """Let arrays of zeros on a CPU come back in large pages when they are touched next.
 
     Args:
-        zeros: Arrays, on one device each, that hold nothing but zeros. Their memory is given up:
-            Linux gives zeros for private memory that is read again. Others are left alone.
+        zeros: Arrays that hold nothing but zeros. Their memory is given up: Linux gives zeros for
+            private memory that is read again. Those not on one CPU are left alone.
     """
-    if not IS_LINUX:
+    served = [array for array in zeros if _can_serve(array.sharding)]
+    if not served:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for array in jax.block_until_ready(list(zeros)):
-        (device, *others) = array.sharding.device_set
-        if others or device.platform != "cpu":
-            continue
+    for array in jax.block_until_ready(served):
         start = array.unsafe_buffer_pointer()
         # Whole pages only: neighbours may share the first and the last.
         first = -(-start // LARGE_PAGE) * LARGE_PAGE
         size = (start + array.nbytes) // LARGE_PAGE * LARGE_PAGE - first
         if size > 0 and libc.madvise(first, size, mmap.MADV_HUGEPAGE) == 0:
             libc.madvise(first, size, mmap.MADV_DONTNEED)
+
+
+def _can_serve(sharding: jax.sharding.Sharding) -> bool:
+    (device, *others) = sharding.device_set
+    return IS_LINUX and not others and device.platform == "cpu"
 
 
 def _ask(advise: Callable[[], Any]) -> None:

@@ -64,6 +64,17 @@ def resolve(url: str, home: Path, name: str = REPO) -> tuple[str, str, list[str]
     return kind, rest, lines[1:]
 
 
+def kill_in(name: str, server, home: Path) -> None:
+    """Kill a download that stands in the middle of a file."""
+    server.stall_in = name
+    process = start(server.url, home)
+    try:
+        assert server.stalled.wait(timeout=60)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+
+
 def test_only_the_needed_files_are_fetched_and_the_model_opens(server, tmp_path):
     kind, path, installed = resolve(server.url, tmp_path / "home")
     assert kind == "path"
@@ -90,13 +101,7 @@ def test_without_a_connection_the_cache_serves(server, tmp_path):
 
 def test_a_killed_download_leaves_nothing_that_passes_for_whole(server, tmp_path):
     shard = "model-00001-of-00002.safetensors"
-    server.stall_in = shard
-    process = start(server.url, tmp_path / "home")
-    try:
-        assert server.stalled.wait(timeout=60)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+    kill_in(shard, server, tmp_path / "home")
     left = [p for p in (tmp_path / "home").rglob("*") if p.name == shard]
     assert left == []
     assert resolve("http://127.0.0.1:9", tmp_path / "home")[0] == "DownloadError"
@@ -115,13 +120,7 @@ def test_a_missing_shard_is_missed_without_a_connection(server, tmp_path):
 
 def test_weights_come_last(server, tmp_path):
     """Killed with whole weights but no tokenizer, the cache would seem whole."""
-    server.stall_in = "tokenizer.json"
-    process = start(server.url, tmp_path / "home")
-    try:
-        assert server.stalled.wait(timeout=60)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+    kill_in("tokenizer.json", server, tmp_path / "home")
     assert not [r for r in server.requests if r.endswith(".safetensors")]
     assert resolve("http://127.0.0.1:9", tmp_path / "home")[0] == "DownloadError"
 

@@ -232,3 +232,8 @@ def test_help_names_the_variable_of_every_flag(command: str):
 def test_an_option_out_of_range_is_refused_by_name(name: str, value: Any):
     with pytest.raises(ValueError, match=name):
         ServerOptions(**{name: value})
+
+
+def test_whole_batches_take_whole_steps_unless_told_otherwise():
+    assert EngineConfig(max_num_batched_tokens=300).for_throughput().max_num_mixed_tokens == 300
+    assert EngineConfig(max_num_mixed_tokens=40).for_throughput().max_num_mixed_tokens == 40
