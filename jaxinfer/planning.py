@@ -30,7 +30,7 @@ from jaxinfer.memory import DEVICE_SHARE
 from jaxinfer.model_source import ModelSource
 from jaxinfer.models import ModelConfig, family_of, lay_out_heads
 from jaxinfer.presets import PRESETS
-from jaxinfer.resolution import page_counts, runner_config
+from jaxinfer.resolution import page_counts, runner_config, wanted_model_len
 from jaxinfer.runner_config import RunnerConfig, cache_shape
 from jaxinfer.sharding import (
     check_experts,
@@ -246,12 +246,7 @@ def plan_model(config: EngineConfig, hf: Mapping[str, Any], topology: Topology) 
             f"tensor_parallel_size={size} of data_parallel_size={replicas} replicas must divide "
             f"the {topology.count} devices of the topology"
         )
-    longest = model_config.max_position_embeddings
-    if config.max_model_len and config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len} exceeds the {longest} positions that the model "
-            "was made for"
-        )
+    wanted = wanted_model_len(config, model_config)
     experts = config.expert_parallel
     if experts == 1 and model_config.moe is not None:
         experts = math.gcd(model_config.moe.num_experts, size)
@@ -264,10 +259,9 @@ def plan_model(config: EngineConfig, hf: Mapping[str, Any], topology: Topology) 
         dtype=dtype,
         kernels="xla",
         kv_cache_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        max_model_len=config.max_model_len or longest,
+        max_model_len=wanted,
     )
-    assert asked.max_model_len
-    model_config = lay_out_heads(model_config, size).for_length(asked.max_model_len)
+    model_config = lay_out_heads(model_config, size).for_length(wanted)
     # The shapes of programs need a number of pages; how many fit is not known yet.
     config = dataclasses.replace(asked, num_pages=asked.num_pages or 1)
     shapes = runner_config(config, model_config)
@@ -354,7 +348,7 @@ def remedies(plan: MemoryPlan, config: EngineConfig, hf: Mapping[str, Any]) -> t
                 break
     if not found:
         found.append("no chip that is known, nor 8 times as many: take a smaller model")
-    bytes_each = plan.total_weight_bytes * 1 // jnp.dtype(plan.dtype).itemsize
+    bytes_each = plan.total_weight_bytes // jnp.dtype(plan.dtype).itemsize
     if bytes_each < plan.memory_bytes:
         found.append(
             f"not supported yet: all weights in one byte each, {bytes_each / 2**30:,.2f} GiB a "

@@ -36,13 +36,7 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     dtype, kernels = _dtype_and_kernels(config, platform)
     kv_cache_dtype = dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     _check_page_dtype(kv_cache_dtype, model_config)
-    longest = model_config.max_position_embeddings
-    if config.max_model_len and config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len} exceeds the {longest} positions that the model "
-            "was made for"
-        )
-    wanted = config.max_model_len or longest
+    wanted = wanted_model_len(config, model_config)
     settled = dataclasses.replace(config, dtype=dtype, kernels=kernels)
     page_shards = _page_shards(config, model_config)
 
@@ -100,6 +94,21 @@ def resolve(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
         sum(n * size for n, size in zip(counts, page_bytes, strict=True)) / 2**30,
     )
     return resolved
+
+
+def wanted_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return the longest sequence that is asked for, tokens: the model's if nobody says.
+
+    Raises:
+        ConfigError: The model was not made for it.
+    """
+    longest = model_config.max_position_embeddings
+    if config.max_model_len and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the {longest} positions that the model "
+            "was made for"
+        )
+    return config.max_model_len or longest
 
 
 MIXED_TOKENS_CPU = 128
